@@ -5,8 +5,10 @@ A correct dense candidate agrees at every head. A wrong one disagrees, and so do
 an option.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -200,3 +202,48 @@ def test_options_say_what_they_mean(spec: Spec) -> None:
         assert option.name not in COMMON_OPTIONS
         assert option.allows(option.default)
     assert not spec.conflict({})
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        ("clipped_pg", {"epsilon": -1.0}, "epsilon=-1.0: expected a finite number, 0 or larger"),
+        ("clipped_pg", {"ratio_clip_c": 1.0}, "ratio_clip_c=1.0: expected None or a finite number above 1"),
+        (
+            "clipped_pg",
+            {"kl_output_clamp_value": 0.0},
+            "kl_output_clamp_value=0.0: expected None or a finite positive number",
+        ),
+        ("clipped_pg", {"use_cispo": True, "ratio_clip_c": 3.0}, "ratio_clip_c=3.0: expected None with use_cispo=True"),
+        ("distill", {"epsilon": inf}, "epsilon is inf; expected a finite number, 0 or larger"),
+        ("distill", {"temperature": 0.0}, "temperature is 0.0; expected a finite positive number"),
+        ("distill", {"mixed_kl_weight": 1.5}, "mixed_kl_weight is 1.5; expected a weight in [0, 1]"),
+        ("dpo", {"sft_loss_weight": nan}, "sft_loss_weight is nan; expected a finite number, 0 or larger"),
+        ("dpo", {"loss_type": "hinge"}, "loss_type is 'hinge'; expected one of sigmoid, ipo"),
+        ("grpo", {"clip_higher": -0.1}, "clip_higher is -0.1; expected a finite number, 0 or larger"),
+        ("grpo", {"loss_denominator": 0.0}, "loss_denominator is 0.0; expected 'token' or a finite positive number"),
+        (
+            "grpo",
+            {"loss_denominator": "all"},
+            "loss_denominator is 'all'; expected 'token' or a finite positive number",
+        ),
+        (
+            "grpo",
+            {"rho_clamp_lower_bound": 1.0},
+            "rho_clamp_lower_bound is 1.0; expected 0, or a number between 0 and 1",
+        ),
+        ("grpo", {"rho_mask_upper_bound": 1.0}, "rho_mask_upper_bound is 1.0; expected 0, or a finite number above 1"),
+        (
+            "grpo",
+            {"rho_mask_upper_bound": inf, "rho_mask_tv_divergence": True},
+            "rho_mask_upper_bound is inf; expected 0, or a finite positive number",
+        ),
+        ("token_logprobs", {"top_k": 0}, "top_k is 0; expected a positive number of tokens, or None for all"),
+        ("token_logprobs", {"top_p": 0.0}, "top_p is 0.0; expected a probability in (0, 1]"),
+        ("value", {"scale": -1.0}, "scale is -1.0; expected a finite number, 0 or larger"),
+        ("value", {"cliprange": 0.0}, "cliprange is 0.0; expected a finite positive number, or None for no clip"),
+    ],
+)
+def test_options_out_of_range_say_what_is_expected(spec: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        SPECS[spec].options_type(**options)

@@ -26,16 +26,18 @@ class Batch(_Batch):
     before it is split: position t's label is token t + 1. The raw ids are there for kernels that
     shift themselves.
 
-    A candidate with ``tokens="rows"`` or ``"packed"`` gets what is ``[token, ...]`` here for whole
-    sequences, as a framework has them before it shifts and splits: ``[B, S, ...]``, a row for each
-    sequence of its dp rank, of any width; or ``[1, padded T, ...]``, the padded pack of its dp
-    rank. What belongs to the prediction of a token is then at that token, one entry later. So
-    labels are the ids themselves, and advantages and log-probabilities of other policies have an
-    unused entry at the first token. Entries without a value hold anything: the first of each
-    sequence, its mask too, and padding, where masks are false. Hidden states, logits and other
-    differentiable inputs stay those of this rank: its tokens after padding and split.
+    A candidate with ``tokens="rows"`` or ``"packed"`` gets whole sequences for each field that is
+    ``[token, ...]`` here, as a framework has them before it shifts and splits. With "rows" the
+    shape is ``[B, S, ...]``: a row for each sequence of its dp rank, of any width. With "packed" it
+    is ``[1, padded T, ...]``: the padded pack of its dp rank. A value that belongs to the
+    prediction of a token is then at that token, one entry later. So labels are the ids themselves,
+    and advantages and log-probabilities of other policies have no value at the first token. The
+    first entry of such a field, even of the mask, may hold anything. So may padding, except that
+    masks are false there. Hidden states, logits and other differentiable inputs stay those of this
+    rank: its tokens after padding and split.
 
-    A reference gets the same for the whole batch, on one rank, without padding and in float64.
+    A reference gets the same fields for the whole batch, on one rank, without padding and in
+    float64.
     """
 
     labels: Tensor
@@ -69,14 +71,15 @@ class Batch(_Batch):
     """
 
     cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
+    """[sequences+1], int32: where the sequences of this dp rank would start if they were laid end
+    to end without padding.
 
     sequences+1, on a rank: one more than its dp rank has sequences.
     """
 
     cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
+    """[sequences+1], int32: where the sequences start in this dp rank's padded pack, before cp
+    splits it.
 
     sequences+1, on a rank: one more than its dp rank has sequences.
     """
@@ -94,12 +97,12 @@ class Batch(_Batch):
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
 
     vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
+    """scalar, a Python int: one past the last row that this rank owns. Rows beyond vocab_end -
+    vocab_start of the local weight or logits are padding, and take no part in the softmax.
     """
 
 class Hidden(_Hidden):
-    """What head "hidden" gives beside the batch."""
+    """The inputs that head "hidden" adds to the batch."""
 
     hidden: Tensor
     """[token, hidden], one of the candidate's dtypes: the last hidden states; requires grad.
@@ -126,7 +129,7 @@ class Hidden(_Hidden):
     """
 
     bias: Tensor | None
-    """[vocab], one of the candidate's dtypes: its bias, or None; requires grad.
+    """[vocab], one of the candidate's dtypes: the bias of the lm-head, or None; requires grad.
 
     vocab, on a rank: rows vocab_start to vocab_end of the vocabulary, and padding rows where
     vocab_split is padded.
@@ -136,7 +139,7 @@ class Hidden(_Hidden):
     """
 
 class Logits(_Logits):
-    """What head "logits" gives beside the batch."""
+    """The input that head "logits" adds to the batch."""
 
     logits: Tensor
     """[token, vocab], one of the candidate's dtypes: the logits, before the temperature; requires
@@ -152,7 +155,7 @@ class Logits(_Logits):
     """
 
 class Logprobs(_Logprobs):
-    """What head "logprobs" gives beside the batch."""
+    """The input that head "logprobs" adds to the batch."""
 
     logprobs: Tensor
     """[token], one of the candidate's dtypes: log-probabilities of the labels; requires grad. Equal
@@ -165,7 +168,7 @@ class Logprobs(_Logprobs):
     """
 
 class Values(_Values):
-    """What head "values" gives beside the batch."""
+    """The input that head "values" adds to the batch."""
 
     values: Tensor
     """[token], one of the candidate's dtypes: the predictions of the value head; requires grad.
@@ -178,7 +181,7 @@ class Values(_Values):
     """
 
 class Rewards(_Rewards):
-    """What head "rewards" gives beside the batch."""
+    """The input that head "rewards" adds to the batch."""
 
     rewards: Tensor
     """[sequence], one of the candidate's dtypes: the predictions of the reward model, one for each

@@ -103,27 +103,28 @@ class ClippedPgOptions(_ClippedPgOptions):
     """
 
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
-    """how that weight is bounded. None for no bound.
+    """how the importance weight is bounded. None for no bound.
 
     Default: None. Problems draw: None, 'tis', 'icepop', 'seq-mask-tis'.
     """
 
     truncated_importance_sampling_ratio: float | None = None
-    """the upper bound of that weight; for seq-mask-tis, of its geometric mean over a sequence.
+    """the upper bound of the importance weight; for seq-mask-tis, of its geometric mean over a
+    sequence.
 
     Default: None. Problems draw: None, 2.0, 1.5.
     """
 
     truncated_importance_sampling_ratio_min: float | None = None
-    """the lower bound of that weight. None for 0, with tis only.
+    """the lower bound of the importance weight. None for 0, with tis only.
 
     Default: None. Problems draw: None, 0.5.
     """
 
     use_on_policy_kl_approximation: bool = False
     """the KL estimate is weighted by the policy's probability over that in generation_logprobs,
-    which corrects for who generated. If not, its weight is 1, which only adds the gradient of a
-    score term.
+    which corrects for the policy that generated. If not, its weight is 1, which only adds the
+    gradient of a score term.
 
     Default: False. Problems draw: False, True.
     """
@@ -175,7 +176,8 @@ class ClippedPgOptions(_ClippedPgOptions):
     """
 
     top_p: float = 1.0
-    """of those, only the most probable, until their probability reaches this. 1 for all.
+    """of the logits that top_k leaves, only the most probable, until their probabilities reach this
+    sum. 1 for all.
 
     Default: 1.0. Problems draw: 1.0, 0.9, 0.5.
     """
@@ -431,7 +433,8 @@ class GrpoOptions(_GrpoOptions):
     """
 
     top_p: float = 1.0
-    """of those, only the most probable, until their probability reaches this. 1 for all.
+    """of the logits that top_k leaves, only the most probable, until their probabilities reach this
+    sum. 1 for all.
 
     Default: 1.0. Problems draw: 1.0, 0.9, 0.5.
     """
@@ -523,7 +526,8 @@ class TokenLogprobsOptions(_TokenLogprobsOptions):
     """
 
     top_p: float = 1.0
-    """of those, only the most probable, until their probability reaches this. 1 for all.
+    """of the logits that top_k leaves, only the most probable, until their probabilities reach this
+    sum. 1 for all.
 
     Default: 1.0. Problems draw: 1.0, 0.9, 0.5.
     """
@@ -548,7 +552,7 @@ class ValueOptions(_ValueOptions):
     """
 
     scale: float = 1.0
-    """the factor of the loss, beside the 1/2. It scales no metric but loss.
+    """the factor of the loss, in addition to the 1/2. It does not scale metrics.
 
     Default: 1.0. Problems draw: 1.0, 0.5.
     """

@@ -34,11 +34,11 @@ REFUSED = {
     "no candidate": ("import lossgate", "no candidate in it; decorate a kernel with @lossgate.candidate(...)"),
     "under main": (
         f"import lossgate\nif __name__ == '__main__':\n    k = {DECLARE})(print)",
-        "no candidate in it; decorate a kernel with @lossgate.candidate(...), out of functions and of if __name__",
+        "no candidate in it; decorate a kernel with @lossgate.candidate(...), outside of functions and of if",
     ),
     "in a function": (
         f"import lossgate\ndef make():\n    return {DECLARE})(print)",
-        "no candidate in it; decorate a kernel with @lossgate.candidate(...), out of functions and of if __name__",
+        "no candidate in it; decorate a kernel with @lossgate.candidate(...), outside of functions and of if",
     ),
     "defined twice": (
         K + K,
@@ -72,11 +72,14 @@ def test_a_file_is_refused_in_a_line(which: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("folder", "folder: no such module, and the folder of that name is none; name the files in it, such as folder"),
-        ("bare", "bare: no such module, and the folder of that name is none; it has no file that ends in .py"),
+        (
+            "folder",
+            "folder: no such module, and the folder of that name is no package; name the files in it, such as folder",
+        ),
+        ("bare", "bare: no such module, and the folder of that name is no package; it has no file that ends in .py"),
         ("folder.py", "folder.py: is a folder; name a file in it"),
-        ("kernels.pyc", "kernels.pyc does not end in .py; save the kernels in a file that does, with their own spec"),
-        ("book.ipynb", "book.ipynb does not end in .py; save the kernels in a file that does, with their own spec"),
+        ("kernels.pyc", "kernels.pyc does not end in .py; save the kernels, with their own spec, in a file"),
+        ("book.ipynb", "book.ipynb does not end in .py; save the kernels, with their own spec, in a file"),
         ("kernels.py:rigth", "kernels.py: no candidate named 'rigth'; did you mean 'right'?"),
         ("kernels.py:", "'kernels.py:' names nothing; expected FILE.py, FILE.py:NAME, a module, or MODULE:NAME"),
         ("kernels.PY", "kernels.PY: no such module; expected a file ending in .py or an importable module"),

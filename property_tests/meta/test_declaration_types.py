@@ -207,7 +207,7 @@ def refusal(make: Callable[[], Any]) -> str:
         ("name", "a*", "candidate(name='a*'): it has '*'; expected"),
         ("name", "a`id`", "candidate(name='a`id`'): it has '`'; expected"),
         ("name", "n" * 101, "it has 101 characters; expected up to 100 characters"),
-        ("name", "a:b", "as in file.py:NAME; write name='a_b'"),
+        ("name", "a:b", "; write name='a_b'"),
         ("name", ("a",), "candidate(name=('a',)): expected a string, such as name='my_kernel'"),
     ],
 )
@@ -311,7 +311,7 @@ def test_what_is_no_function_with_a_name_is_refused(decorated: Any, message: str
         ),
         (lambda: Contract(loss={"dp": "Sum"}), "Contract(loss['dp']='Sum'): did you mean 'sum'?"),
         (lambda: Contract(logprobs=["cp"]), "Contract(logprobs=['cp']): expected placements by axis, such as"),
-        (lambda: Budgets(), "Budgets(): names no budget; expected one at least of largest_tensor, peak"),
+        (lambda: Budgets(), "Budgets(): names no budget; expected at least one of largest_tensor, peak"),
         (lambda: Budgets(peak=float("nan")), "Budgets(peak=nan): expected an expression in quotes, such as 'tokens*4'"),
         (lambda: Budgets(peak="tokens**2"), "Budgets(peak=...): 'tokens**2' has the operation tokens ** 2; expected n"),
         (lambda: Budgets(peak="chunk", where=["chunk"]), "Budgets(where=['chunk']): expected positive sizes by name"),

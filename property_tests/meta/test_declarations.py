@@ -44,7 +44,7 @@ def test_whole_numbers_of_an_option_that_takes_floats_are_floats() -> None:
         ({"dtypes": (torch.float32,)}, "unknown dtype torch.float32; did you mean 'float32'?"),
         (
             {"head": "logprobs", "refuses": ("shapes",)},
-            "candidate(refuses=('shapes',)): a kernel that starts from logprobs looks up no labels; leave refuses out",
+            "candidate(refuses=('shapes',)): a kernel that starts from logprobs needs no labels or ids, so it has no",
         ),
         ({"refuses": "labels"}, "candidate(refuses='labels'): expected a tuple; write refuses=('labels',)"),
         (
@@ -128,7 +128,7 @@ def test_whole_numbers_of_an_option_that_takes_floats_are_floats() -> None:
         ),
         (
             {"contract": Contract(logprobs={"cp": "replicate"})},
-            "logprobs has cp='replicate', which is for whole sequences, and tokens='shard' gives a rank its own tokens",
+            "logprobs has cp='replicate', which is for whole sequences, but tokens='shard' gives a rank its own tokens",
         ),
         (
             {"contract": Contract(metrics={"loss_min": {"dp": "sum"}})},

@@ -85,10 +85,10 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "batch object": ({"batch": 3}, "spec('mine', batch=3): expected a class derived from lossgate.Batch"),
     "field of a head": (
         {"batch": HasHidden},
-        "batch=HasHidden): field 'hidden' is also an input of head 'hidden'; call it otherwise, such as",
+        "batch=HasHidden): field 'hidden' is also an input of head 'hidden'; give it another name, such as",
     ),
     "options": ({"options": dict}, "spec('mine', options=dict): expected a class derived from lossgate.Options"),
-    "option of every spec": ({"options": HasBias}, "option 'bias' is one that every spec has; call it otherwise"),
+    "option of every spec": ({"options": HasBias}, "every spec has an option 'bias' already; give it another name"),
     "no default": ({"options": NoDefault}, "NoDefault.gamma has no default; give it one: gamma = lossgate.option("),
     "no meaning": ({"options": NoMeaning}, "NoMeaning.gamma does not say what it means; write gamma = lossgate.option"),
     "no choices": ({"options": NoChoices}, "NoChoices.gamma does not say which values problems draw; write"),
@@ -114,15 +114,15 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "metric": ({"metrics": {"a": 3}}, "spec('mine', metrics['a']=3): expected what it means, or a lossgate.Metric"),
     "metric loss": (
         {"metrics": {"loss": "x"}},
-        "spec('mine', metrics['loss']='x'): 'loss' is an output of its own; call the metric otherwise",
+        "spec('mine', metrics['loss']='x'): 'loss' is the name of another output; give the metric another name",
     ),
     "metric logprobs": (
         {"metrics": {"logprobs": "x"}},
-        "metrics['logprobs']='x'): 'logprobs' is an output of its own; call the metric otherwise",
+        "metrics['logprobs']='x'): 'logprobs' is the name of another output; give the metric another name",
     ),
     "metric grad": (
         {"metrics": {"grad of hidden": "x"}},
-        "metrics['grad of hidden']='x'): 'grad of hidden' is an output of its own; call the metric otherwise",
+        "metrics['grad of hidden']='x'): 'grad of hidden' is the name of another output; give the metric another name",
     ),
     "reduction": (
         {"metrics": {"a": lossgate.Metric(meaning="x", reduction="mean")}},  # pyright: ignore[reportArgumentType]
@@ -154,7 +154,7 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "goal of every loss": (
         {"goals": {"masked token": goal()["mine"]}},
-        "every loss has a goal of this name; call it otherwise",
+        "every loss has a goal of this name already; give it another name",
     ),
     "goal's option": (
         {"goals": goal(unreachable_if={"gama": (1.0,)})},
@@ -174,7 +174,7 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "goal's function": (
         {"goals": goal(reached=lambda batch: True)},
-        "goal 'mine': CoverageGoal(reached=<lambda>): it can't be called as it will be (too many positional",
+        "goal 'mine': CoverageGoal(reached=<lambda>): lossgate can't call it (too many positional",
     ),
     "trained dim": (
         {"trained_dim": "tokens"},
@@ -194,7 +194,7 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "choices without default": (
         {"choices": {"gamma": (0.0, 1.0)}},
-        "options=SomeOptions): SomeOptions.gamma(choices=(0.0, 1.0)): the default 2.0 is none of them; add it",
+        "options=SomeOptions): SomeOptions.gamma(choices=(0.0, 1.0)): the default 2.0 is not among them; add it",
     ),
     "choices with NaN": ({"choices": {"gamma": (2.0, float("nan"))}}, "nan can't be written into a problem"),
     "choices that are equal": ({"choices": {"gamma": (2.0, 0.0, -0.0)}}, "0.0 and -0.0 are equal; write both alike"),
@@ -213,7 +213,7 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two groups": (
         {"option_groups": (("gamma", "mode"), ("mode",))},
-        "option_groups=(('gamma', 'mode'), ('mode',))): 'mode' stands in it twice; join its groups",
+        "option_groups=(('gamma', 'mode'), ('mode',))): 'mode' is listed twice; join its groups",
     ),
     "float ids": (
         {"gathered_ids": "weights"},
@@ -251,7 +251,7 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "also written": ({"also_written": nll}, "spec('mine', also_written=nll): expected a tuple of functions"),
     "also written with one argument": (
         {"also_written": (lambda values: values,)},
-        "also_written[0]=<lambda>): it can't be called as it will be (too many positional arguments);",
+        "also_written[0]=<lambda>): lossgate can't call it (too many positional arguments);",
     ),
     "stop_gradient": ({"stop_gradient": 1}, "spec('mine', stop_gradient=1): expected True or False"),
     "summary": ({"summary": ""}, "spec('mine', summary=''): expected words"),
@@ -291,7 +291,7 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "goal of a scenario": (
         {"scenarios": (scenario(),), "goals": {"kind: a": goal()["mine"]}},
-        "it has the name of a scenario's choice, which is a goal anyway; call it otherwise",
+        "a scenario's choice has a goal of this name already; give it another name",
     ),
     "scenario of every spec": (
         {"scenarios": (scenario(name="bias"),)},
@@ -308,7 +308,7 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "draw": ({"draw": 3}, "spec('mine', draw=3): expected a function of context"),
     "draw of nothing": (
         {"draw": lambda: {"a": 1}},
-        "draw=<lambda>): it can't be called as it will be (too many positional arguments); expected a",
+        "draw=<lambda>): lossgate can't call it (too many positional arguments); expected a",
     ),
     "trained": ({"trained": "mask"}, "spec('mine', trained='mask'): expected a function of batch"),
 }
@@ -331,7 +331,7 @@ def test_a_declaration_that_is_wrong_is_refused(given: dict[str, Any], message: 
         (int, "spec('mine') decorates int; expected a function of values, batch, options"),
         (
             lambda values, batch: 0,
-            "spec('mine')(reference=<lambda>): it can't be called as it will be (too many positional arguments);",
+            "spec('mine')(reference=<lambda>): lossgate can't call it (too many positional arguments);",
         ),
         (lossgate.spec("mine")(nll), "spec('mine') decorates Spec('mine'), which is a spec already; decorate its"),
     ],
@@ -352,9 +352,9 @@ CLASSES: dict[str, tuple[Callable[[], Any], str]] = {
     "draw": (lambda: field("token", "x", draw=3), "field('token', draw=3): expected a function of context"),
     "count": (lambda: field("", "x", count="all"), "field('', count='all'): expected a function of batch"),
     "dims with a comma": (lambda: field("token, k", "x"), "'token,' is no name of a dim; separate names by spaces"),
-    "a dim twice": (lambda: field("token token", "x"), "a dim stands twice"),
+    "a dim twice": (lambda: field("token token", "x"), "a dim is named twice"),
     "token later": (lambda: field("k token", "x"), "the dim 'token' must be the first"),
-    "count of tokens": (lambda: field("token", "x", count=len), "what counts the whole batch is a scalar; write field"),
+    "count of tokens": (lambda: field("token", "x", count=len), "a count of the whole batch is a scalar; write field"),
     "dtype of heads": (
         lambda: field("token", "x", dtype="input"),
         "field('token', dtype='input'): did you mean 'int64'?",
@@ -367,7 +367,7 @@ CLASSES: dict[str, tuple[Callable[[], Any], str]] = {
     "unshifted": (lambda: field("token", "x", unshifted="yes"), "unshifted='yes'): expected True or False"),  # pyright: ignore[reportArgumentType]
     "draw of two": (
         lambda: field("token", "x", draw=lambda c, d: c),
-        "field('token', draw=<lambda>): it can't be called as it will be (missing a required argument: 'd');",
+        "field('token', draw=<lambda>): lossgate can't call it (missing a required argument: 'd');",
     ),
     "equal choices": (lambda: option(1, "x", choices=(1, True)), "1 and True are equal; write both alike"),
     "no annotation": (
@@ -398,7 +398,7 @@ CLASSES: dict[str, tuple[Callable[[], Any], str]] = {
     ),  # pyright: ignore[reportArgumentType]
     "default": (
         lambda: option(3.0, "x", choices=(1.0, 2.0)),
-        "option(3.0, choices=(1.0, 2.0)): the default 3.0 is none of them; add it",
+        "option(3.0, choices=(1.0, 2.0)): the default 3.0 is not among them; add it",
     ),
     "alike": (lambda: option(2, "x", choices=(2.0,)), "2 and 2.0 are equal; write both alike"),
     "value": (
@@ -417,11 +417,11 @@ CLASSES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "labels": (
         lambda: type("Mine", (lossgate.Batch,), {"__annotations__": {"labels": Tensor}, "labels": field("", "x")}),
-        "Mine.labels: every batch has 'labels' already; call it otherwise",
+        "Mine.labels: every batch has 'labels' already; give it another name",
     ),
     "sequences": (
         lambda: type("Mine", (lossgate.Batch,), {"__annotations__": {"sequences": int}, "sequences": field("", "x")}),
-        "Mine.sequences: every batch has 'sequences' already; call it otherwise",
+        "Mine.sequences: every batch has 'sequences' already; give it another name",
     ),
     "drawn tokens": (
         lambda: type(
@@ -432,7 +432,7 @@ CLASSES: dict[str, tuple[Callable[[], Any], str]] = {
                 "valid_tokens": field("", "x", dtype="int64", draw=lambda c: c.integers(3)),
             },
         ),
-        "Mine.valid_tokens: every batch has 'valid_tokens' already; its count= may differ, and nothing else",
+        "Mine.valid_tokens: every batch has 'valid_tokens' already; only its count= may differ",
     ),
 }
 
@@ -476,11 +476,11 @@ RESULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "float32": (
         {"reference": lambda v, b, o: nll(v, b, o).float()},
-        "its reference returned loss in float32, and computes in float64; in torch a count divided by a count is",
+        "its reference returned loss in float32, but computes in float64; in torch a count divided by a count is",
     ),
     "a metric in float32": (
         {"reference": lambda v, b, o: (nll(v, b, o), {"a": b.mask.sum() / 3}), "metrics": {"a": "x"}},
-        "its reference returned metric 'a' in float32, and computes in float64",
+        "its reference returned metric 'a' in float32, but computes in float64",
     ),
     "a metric that is no tensor": (
         {"reference": lambda v, b, o: (nll(v, b, o), {"a": 3.0}), "metrics": {"a": "x"}},
@@ -562,7 +562,7 @@ RESULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no tensor": ({"batch": batch_of("token", draw=lambda c: 1.0)}, "its draw= gave float; expected a tensor"),
     "no draw": (
         {"batch": batch_of("token", "int64")},
-        "field 'mine' is declared int64 and does not say how it is drawn; give it draw=lambda c: c.integers(8), say",
+        "field 'mine' is declared int64 and has no draw=; give it one, such as draw=lambda c: c.integers(8), or",
     ),
     "dim": ({"batch": batch_of("token topk")}, "field 'mine' has dim 'topk', whose size no problem knows; did you"),
     "another field": (
@@ -635,9 +635,9 @@ class Exiting(lossgate.Options):
 
 def test_options_are_refused_by_value_error_alone() -> None:
     made = lossgate.spec("mine", options=Refusing)(nll)
-    with pytest.raises(UsageError, match=r"Refusing, which refuses options by ValueError alone, raised AssertionError"):
+    with pytest.raises(UsageError, match=r"Refusing, which must refuse options by ValueError, raised AssertionError"):
         made.conflict({"gamma": 2.0})
-    with pytest.raises(UsageError, match=r"Exiting, which refuses options by ValueError alone, raised SystemExit: 0"):
+    with pytest.raises(UsageError, match=r"Exiting, which must refuse options by ValueError, raised SystemExit: 0"):
         lossgate.spec("mine", options=Exiting)(nll).bind({"gamma": 2.0})
 
 

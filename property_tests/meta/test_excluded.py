@@ -87,15 +87,15 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an option": (
         lambda: declared(beta=CLAMPED),
-        "Of an option, name the values that are supported",
+        "For an option, name the supported values",
     ),
     "all": (
         lambda: declared(generation=Excluded("near", "everywhere", "equal", because="so")),
-        "no choice is left; leave one of near, everywhere, equal in",
+        "no choice is left; keep one of near, everywhere, equal",
     ),
     "all of those on request": (
         lambda: declared(advantages_per=Excluded("token", "sequence", because="so")),
-        "no choice is left; leave one of token, sequence in",
+        "no choice is left; keep one of token, sequence",
     ),
 }
 

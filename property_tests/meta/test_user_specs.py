@@ -299,14 +299,14 @@ def test_code_without_a_file(how: str, run: Run) -> None:
     assert "['the power of 1 - p'] The NLL of each trained token times" in done.stdout
     for needs in ("jobs", "world"):
         assert (
-            f"{needs} candidate 'right' was made in {place}, as in a notebook or on standard input, and other "
-            "processes can't load it from there; save it in a file that ends in .py, with its spec if that is yours, "
+            f"{needs} candidate 'right' was made in {place}, such as a notebook or standard input. Other "
+            "processes can't load it from there; save it in a .py file, with its spec if you wrote that, "
             "or run in world 'simulated' with one job"
         ) in done.stdout
 
 
 def test_verify_needs_a_file_that_ends_in_py(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"focal\.ipynb does not end in \.py; save the kernels in a file that does"):
+    with pytest.raises(UsageError, match=r"focal\.ipynb does not end in \.py; save the kernels, with their own spec,"):
         load_candidates(str(write(tmp_path / "focal.ipynb", "{}")))
 
 
@@ -366,7 +366,7 @@ def test_a_spec_may_not_have_the_name_of_one_of_lossgate() -> None:
     """Evidence would say that a kernel of nll agrees."""
     with pytest.raises(UsageError) as error:
         cell(FOCAL.replace('spec("focal"', 'spec("nll"'))
-    assert str(error.value) == "spec 'nll' has the name of a spec of lossgate, and is another one; rename it"
+    assert str(error.value) == "spec 'nll' has the same name as a built-in spec of lossgate; rename it"
 
 
 def test_two_specs_of_one_name_in_a_file_are_refused(tmp_path: Path) -> None:
@@ -396,7 +396,9 @@ def test_two_candidates_whose_verdicts_would_read_alike_are_refused(tmp_path: Pa
         for folder, factor in (("a", "-"), ("b", "-1.5 * "), ("c", "-"))
     ]
     targets = [f"{file}:right" for file in files]
-    with pytest.raises(UsageError, match=r"have one name, and two specs that are both named 'focal'; rename a candida"):
+    with pytest.raises(
+        UsageError, match=r"have the same name, and their specs differ but are both named 'focal'; rename a c"
+    ):
         load_all_candidates(targets[:2])
     assert len(load_all_candidates([targets[0], targets[2]])) == 2
 
@@ -412,7 +414,7 @@ def mine(values, batch, options):
 
 def test_a_spec_without_a_loss_may_not_have_the_name_of_one_of_lossgate() -> None:
     made = cell(WITHOUT_LOSS.format(name="token_logprobs"))["mine"]
-    with pytest.raises(UsageError, match="spec 'token_logprobs' has the name of a spec of lossgate, and is another"):
+    with pytest.raises(UsageError, match="spec 'token_logprobs' has the same name as a built-in spec"):
         lossgate.candidate(made, head="logits")(lambda inputs, options, mesh: None)  # pyright: ignore[reportArgumentType]
 
 

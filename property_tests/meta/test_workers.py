@@ -85,7 +85,7 @@ def test_a_wrong_copy_of_a_candidate_is_not_taken_for_it() -> None:
 )
 def test_a_changed_copy_of_the_same_name_is_not_taken_for_it(change: dict[str, Any], what: str) -> None:
     (right,) = load_candidates("lossgate.dense_candidates:dense_nll_logprobs")
-    with pytest.raises(UsageError, match=f"is a copy with another {what} than lossgate.dense_candidates:"):
+    with pytest.raises(UsageError, match=f"differs in its {what} from the one in lossgate.dense_candidates:"):
         list(run([replace(right, **change), right], SETTINGS))
 
 

@@ -9,11 +9,12 @@ Conventions of all modules:
 
 - Sequences are packed: per-token tensors have the shape ``[tokens]``, sequence after sequence, and
   ``sequence[t]`` is the number of the sequence that token t belongs to.
-- ``mask`` is true at trained tokens. Masked values are selected away, so that NaN or inf there has
-  no effect.
+- ``mask`` is true at trained tokens. Masked values are selected away, so that NaN or inf in them
+  has no effect.
 - Counts that divide (``valid_tokens``, ``valid_sequences``) are those of the whole batch, over
   every rank and microbatch, so that losses, gradients and metrics of parts add up.
 - Log-probabilities, entropies and divergences are in nats. Metrics carry no gradient.
+- ``options`` is any object that has the options of the loss as attributes.
 """
 
 from dense_losses.clipped_pg import clipped_pg

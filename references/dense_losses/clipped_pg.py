@@ -18,7 +18,7 @@ sequences of each sequence's mean over its tokens.
     nll = - sum of c over tokens of sequences with a reward above 0 / their number
     L   = R(w l) + beta R(kl(u, q)) + mu nll   w: importance.py, kl: kl.py
 
-The caller computes the global counts that divide, and decides what they count. We do not follow
+The caller computes the global counts that divide, and decides what they count. We differ from
 NeMo-RL in three points:
 
 - It divides nll by a local count, so that the losses of parts do not add up to that of the batch.
@@ -26,7 +26,8 @@ NeMo-RL in three points:
 - It sets the log-prob of a token that top-k/p filtered out (c or p is -inf) to 0, which gives a
   ratio of 1, a loss of -A and a weight of 1/p_gen. Here such a token takes no part in what is
   computed from c or p, nor in the mean over its sequence.
-- It multiplies masked values by 0, so that NaN there spoils the batch. Here they are selected away.
+- It multiplies masked values by 0, so that a NaN among them spoils the batch. Here they are
+  selected away.
 
 Sources: NeMo-RL ``ClippedPGLossFn``; PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7), GRPO
 (Shao et al. 2024, arXiv 2402.03300), REINFORCE (as in arXiv 2402.14740), DAPO's two clip bounds
@@ -66,7 +67,7 @@ class _Means:
         return sequence_mean(x, mask, self.sequence, self.sample_mask.shape[0], self.epsilon)
 
     def reduced(self, x: Tensor, mask: Tensor, token_level_loss: bool) -> Tensor:
-        """Computes R of the module's formula."""
+        """Computes R of the formula of this module."""
         return self.of_tokens(x, mask) if token_level_loss else self.of_sequences(self.within_sequences(x, mask))
 
 
@@ -103,10 +104,10 @@ def clipped_pg(
         sample_mask: ``[sequences]``.
         valid_tokens: The number of trained tokens of the whole batch.
         valid_sequences: The number of sequences in ``sample_mask`` of the whole batch.
-        options: Has the options of ``lossgate.options.ClippedPgOptions`` as attributes.
+        options: The options of ``lossgate.options.ClippedPgOptions``, as attributes.
         unfiltered_logprobs: u ``[tokens]``, in nats; None for c. The loss is differentiable in it.
         rewards: ``[sequences]``, needed if ``positive_example_nll_weight`` is above 0.
-        positive_tokens: The number of trained tokens in sequences with a positive reward of the
+        positive_tokens: The number of trained tokens in sequences with a positive reward, of the
             whole batch. It is needed if ``positive_example_nll_weight`` is above 0 and
             ``positive_nll_normaliser`` is ``"global"``.
         with_metrics: Whether to compute the metrics, which take longer than the loss. If not, the
@@ -119,7 +120,7 @@ def clipped_pg(
         - ``loss``, and ``kl_penalty``, which is R(kl) without beta, or 0 if beta is 0;
         - means over tokens: ``probs_ratio`` and ``probs_ratio_clamped`` (of c if
           ``disable_ppo_ratio``), ``approx_entropy`` of -exp(c - g) c, ``token_mult_prob_error`` of
-          exp|g - p|, ``gen_kl_error`` KL(g || p), ``policy_kl_error`` KL(p || g) and
+          exp|g - p|, ``gen_kl_error`` of KL(g || p), ``policy_kl_error`` of KL(p || g), and
           ``js_divergence_error``;
         - ``sampling_importance_ratio``, the mean of w after truncation, over tokens, or over
           sequences for GSPO;
@@ -134,7 +135,7 @@ def clipped_pg(
         ``probs_ratio_clamped_max``, which are -inf without one.
 
     Raises:
-        ValueError: ``rewards`` or ``positive_tokens`` is None, but needed.
+        ValueError: if ``rewards`` or ``positive_tokens`` is None, but needed.
     """
     o = options
     c, p = logprobs, logprobs.detach() if o.force_on_policy_ratio else prev_logprobs
@@ -187,7 +188,7 @@ def _ratios(c: Tensor, p: Tensor, actor: Tensor, means: _Means, o: Any) -> tuple
 
 
 def _surrogate(ratio: Tensor, clamped: Tensor, c: Tensor, advantages: Tensor, o: Any) -> Tensor:
-    """Computes l of the module's formula."""
+    """Computes l of the formula of this module."""
     if o.use_cispo:
         return -advantages * clamped.detach() * c
     pessimistic = torch.maximum(-advantages * ratio, -advantages * clamped)
@@ -258,8 +259,9 @@ def _ratio_metrics(name: str, x: Tensor, actor: Tensor, means: _Means) -> dict[s
 
 
 def _mismatch_metrics(p: Tensor, g: Tensor, scored: Tensor, means: _Means, kl_type: KLType) -> dict[str, Tensor]:
-    """Computes the metrics of how far the policy before the update is from the one that
-    generated."""
+    """Computes the metrics of the distance between the policy before the update and the one that
+    generated.
+    """
     errors = {
         "token_mult_prob_error": (g - p).abs().exp(),
         "gen_kl_error": kl_estimate(logprobs=g, reference_logprobs=p, kl_type=kl_type),

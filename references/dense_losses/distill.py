@@ -51,13 +51,13 @@ def distill(
             token.
         mask: m ``[tokens]``, true at trained tokens.
         valid_tokens: N, the number of trained tokens over every rank and microbatch.
-        options: Has the options of ``lossgate.options.DistillOptions`` as attributes.
+        options: The options of ``lossgate.options.DistillOptions``, as attributes.
 
     Returns:
         The loss, in nats per trained token, and the metrics, which ranks sum and which carry no
-        gradient: ``loss``, and ``num_unmasked_tokens``, the number of trained tokens here. NeMo-RL
-        reports a ``num_valid_samples`` instead, which counts the rows of the batch, even those that
-        its ``sample_mask`` drops.
+        gradient: ``loss``, and ``num_unmasked_tokens``, the number of trained tokens on this rank.
+        NeMo-RL reports a ``num_valid_samples`` instead, which counts the rows of the batch, even
+        those that its ``sample_mask`` drops.
     """
     rows = mask[:, None]
     token_kl = distill_token_kl(
@@ -81,7 +81,7 @@ def distill_mean(
         token_kl: KL ``[tokens]``, in nats, from ``distill_token_kl`` or ``topk_kl``.
         mask: m ``[tokens]``, true at trained tokens.
         valid_tokens: N, the number of trained tokens over every rank and microbatch.
-        options: Has ``epsilon`` as an attribute.
+        options: Option ``epsilon``, as an attribute.
 
     Returns:
         The loss and the metrics of ``distill``.
@@ -102,7 +102,7 @@ def distill_token_kl(
         logits: z ``[tokens, vocab]``, of the student.
         teacher_logits: u ``[tokens, k]``.
         teacher_indices: y_1..y_k ``[tokens, k]``.
-        options: Has the options of ``lossgate.options.DistillOptions`` as attributes.
+        options: The options of ``lossgate.options.DistillOptions``, as attributes.
 
     Returns:
         KL ``[tokens]``, in nats.
@@ -191,7 +191,7 @@ def topk_kl(
         student: log q ``[tokens, k]``, in nats.
         teacher: log p ``[tokens, k]``, in nats.
         tail: The part of the reverse KL outside the top-k ``[tokens]``, in nats.
-        options: Has the options of ``lossgate.options.DistillOptions`` as attributes.
+        options: The options of ``lossgate.options.DistillOptions``, as attributes.
 
     Returns:
         KL ``[tokens]``, in nats.

@@ -40,7 +40,7 @@ def divergence(
         The divergence of each token ``[tokens]``, in nats.
 
     Raises:
-        ValueError: if the mixture has no weight for one of the two.
+        ValueError: if ``beta`` leaves no weight for one of the two in ``"jsd"``.
     """
     if kind == "jsd" and not 0 < beta < 1:
         raise ValueError(f"beta is {beta}; expected a weight above 0 and below 1")
@@ -49,7 +49,7 @@ def divergence(
         return _kl(log_p, log_q)
     if kind == "reverse":
         return _kl(log_q, log_p)
-    weight = student.new_full((), beta)  # a tensor, as whose logarithm rounds in a kernel
+    weight = student.new_full((), beta)  # a tensor, so that its logarithm rounds as in a kernel
     log_r = torch.logaddexp(log_p + weight.log(), log_q + (1 - weight).log())
     return weight * _kl(log_p, log_r) + (1 - weight) * _kl(log_q, log_r)
 

@@ -46,7 +46,7 @@ def filtered_token_logprobs(
         and trains the token nonetheless, as if its ratio were 1.
 
     Raises:
-        ValueError: ``top_k`` or ``top_p`` is out of range.
+        ValueError: if ``top_k`` or ``top_p`` is out of range.
     """
     keep, logprobs = _filtered_logprobs(logits, temperature, top_k, top_p)
     kept, of_label = (x.gather(-1, labels[:, None]).squeeze(-1) for x in (keep, logprobs))
@@ -71,7 +71,7 @@ def filtered_token_entropy(
         ``[tokens]``, in nats; 0 where a single token passes.
 
     Raises:
-        ValueError: ``top_k`` or ``top_p`` is out of range.
+        ValueError: if ``top_k`` or ``top_p`` is out of range.
     """
     keep, logprobs = _filtered_logprobs(logits, temperature, top_k, top_p)
     return -(logprobs.exp() * torch.where(keep, logprobs, 0.0)).sum(dim=-1)
@@ -80,7 +80,7 @@ def filtered_token_entropy(
 def kept_tokens(
     tempered: Float[Tensor, "tokens vocab"], top_k: int | None = None, top_p: float = 1.0
 ) -> Bool[Tensor, "tokens vocab"]:
-    """Determines K: which tokens of each row pass both filters.
+    """Determines K, the tokens of each row that pass both filters.
 
     Args:
         tempered: z' ``[tokens, vocab]``, logits already divided by the temperature. A logit of -inf
@@ -92,7 +92,7 @@ def kept_tokens(
         ``[tokens, vocab]``, true for tokens in K.
 
     Raises:
-        ValueError: ``top_k`` is below 1, or ``top_p`` is not in (0, 1].
+        ValueError: if ``top_k`` is below 1, or ``top_p`` is not in (0, 1].
     """
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k is {top_k}; expected a positive number of tokens, or None for all")

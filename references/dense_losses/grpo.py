@@ -68,7 +68,7 @@ def grpo(
         sequences: The number of sequences.
         valid_tokens: The number of trained tokens over every rank and microbatch. It divides the
             metrics, whatever D is.
-        options: Has the options of ``lossgate.options.GrpoOptions`` as attributes.
+        options: The options of ``lossgate.options.GrpoOptions``, as attributes.
         unfiltered_logprobs: log p ``[tokens]`` without top-k and top-p filtering, in nats, for the
             KL estimates; None for ``logprobs``. The loss is differentiable in it.
         with_metrics: Whether to compute the metrics, too. If not, the dictionary is empty.
@@ -155,7 +155,7 @@ def policy_loss(
         logprobs: log p ``[tokens]``, in nats.
         ratio: r ``[tokens]``.
         advantages: A ``[tokens]``.
-        options: Has the options of ``lossgate.options.GrpoOptions`` as attributes.
+        options: The options of ``lossgate.options.GrpoOptions``, as attributes.
 
     Returns:
         The losses ``[tokens]``, and whether each is clipped ``[tokens]``.

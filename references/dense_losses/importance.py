@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's importance weights, for tokens that another policy sampled than the one being trained.
+"""NeMo-RL's importance weights, for tokens that were sampled from another policy than the trained
+one.
 
 With x_t = log p_prev(t) - log p_gen(t), where p_prev is the policy before the update and p_gen the
 one that generated:
@@ -70,9 +71,8 @@ def importance_weights(
         epsilon: Added to the count of each sequence in the mean of seq-mask-tis.
 
     Returns:
-        The weights, ``[sequences]`` if ``of_sequences``, else ``[tokens]``; and whether each of
-        them is out of bounds, of the same shape, except for seq-mask-tis, where it is
-        ``[sequences]``.
+        The weights, ``[sequences]`` if ``of_sequences``, else ``[tokens]``; and whether each is out
+        of bounds, in the same shape. For seq-mask-tis that is ``[sequences]``.
     """
     x = select(mask, x).detach()
     w = exp_or_zero(sequence_sum(x, sequence, sequences) if of_sequences else x)

@@ -28,7 +28,7 @@ def nll(
 ) -> Float[Tensor, ""]:
     """Computes the negative log-likelihood of the trained tokens.
 
-    Masked tokens are selected away, never multiplied by zero, so that NaN or inf there has no
+    Masked tokens are selected away, and not multiplied by zero, so that NaN or inf in them has no
     effect.
 
     Args:

@@ -16,9 +16,9 @@ trained tokens, and r_i the reward of sequence i.
 
 Sources: Rafailov et al. 2023 (DPO, arXiv 2305.18290, eq. 7); Azar et al. 2023 (IPO, arXiv
 2310.12036, eq. 17, where beta is tau); NeMo-RL ``DPOLossFn`` and ``PreferenceLossFn``; Hugging Face
-TRL ``DPOTrainer``. NeMo-RL multiplies masked values by zero, so that NaN there spoils the batch,
-and multiplies by the sample mask twice, which squares weights other than 0 and 1. Here masked
-values are selected away and the mask is boolean.
+TRL ``DPOTrainer``. NeMo-RL multiplies masked values by zero, so that a NaN among them spoils the
+batch, and multiplies by the sample mask twice, which squares weights other than 0 and 1. Here
+masked values are selected away and the mask is boolean.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ LossType = Literal["sigmoid", "ipo"]
 ReferenceLayout = Literal["next", "token", "rolled"]
 
 SigmoidLoss = Callable[[Tensor], Tensor]
-"""``-log sigmoid(x)``, as one may write it."""
+"""A function that computes ``-log sigmoid(x)``."""
 
 
 def align_reference(
@@ -93,7 +93,7 @@ def sequence_total(
 
 
 def pair_gate(sample_mask: Bool[Tensor, " sequences"]) -> Bool[Tensor, " pairs"]:
-    """Determines which pairs count: those whose chosen sequence is in ``sample_mask``.
+    """Determines g, the pairs that count: those whose chosen sequence is in ``sample_mask``.
 
     Args:
         sample_mask: ``[sequences]``, chosen and rejected sequences in turn.
@@ -102,7 +102,7 @@ def pair_gate(sample_mask: Bool[Tensor, " sequences"]) -> Bool[Tensor, " pairs"]
         g ``[pairs]``.
 
     Raises:
-        ValueError: The number of sequences is odd.
+        ValueError: if the number of sequences is odd.
     """
     if sample_mask.shape[0] % 2:
         raise ValueError(
@@ -124,7 +124,7 @@ def sigmoid_loss(x: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
 
 
 def two_class_loss(x: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
-    """Computes the same as the cross-entropy of two classes, ``log(exp(x) + exp(0)) - x``.
+    """Computes ``-log sigmoid(x)`` as ``log(exp(x) + exp(0)) - x``, a cross-entropy of two classes.
 
     In float32 this loses digits where the loss is small, and so does its slope
     ``sigmoid(x) - 1``.
@@ -180,7 +180,8 @@ def preference(
 
     Args:
         rewards: r ``[sequences]``, the outputs of a scalar head. The loss is differentiable in it.
-        sample_mask: ``[sequences]``. That of a pair's chosen sequence decides whether it counts.
+        sample_mask: ``[sequences]``. The entry of a pair's chosen sequence decides whether the pair
+            counts.
         valid_sequences: N, the number of sequences in ``sample_mask`` over every rank and
             microbatch.
         epsilon: Added to the number of pairs; 1e-8 in NeMo-RL.
@@ -195,7 +196,7 @@ def preference(
         - ``num_valid_samples``, half the number of sequences in ``sample_mask``.
 
     Raises:
-        ValueError: The number of sequences is odd.
+        ValueError: if the number of sequences is odd.
     """
     gate = pair_gate(sample_mask)
     rewards = select(gate.repeat_interleave(2), rewards)
@@ -227,10 +228,11 @@ def dpo(
             ``options.reference_layout``.
         mask: m ``[tokens]``, the token mask alone, without ``sample_mask``.
         sequence: ``[tokens]``, the number of the sequence that each token belongs to.
-        sample_mask: ``[sequences]``. That of a pair's chosen sequence decides whether it counts.
+        sample_mask: ``[sequences]``. The entry of a pair's chosen sequence decides whether the pair
+            counts.
         valid_sequences: N, the number of sequences in ``sample_mask`` over every rank and
             microbatch.
-        options: Has the options of ``lossgate.options.DpoOptions`` as attributes.
+        options: The options of ``lossgate.options.DpoOptions``, as attributes.
         sigmoid_loss: How to write ``-log sigmoid(x)``.
 
     Returns:
@@ -245,7 +247,7 @@ def dpo(
         - ``num_valid_samples``, half the number of sequences in ``sample_mask``.
 
     Raises:
-        ValueError: The number of sequences is odd.
+        ValueError: if the number of sequences is odd.
     """
     gate = pair_gate(sample_mask)
     mask = mask & gate.repeat_interleave(2)[sequence]

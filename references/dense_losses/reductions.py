@@ -2,7 +2,7 @@
 """Masked sums and means over a pack of sequences laid end to end.
 
 ``sequence[t]`` is the number of the sequence that token t belongs to. Masked values are selected
-away, never multiplied by zero, so that NaN or inf there has no effect. Select before computing
+away, and not multiplied by zero, so that NaN or inf in them has no effect. Select before computing
 anything else from them: the gradient of a NaN that is selected away only later is NaN.
 """
 

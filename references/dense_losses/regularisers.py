@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is added to the negative log-likelihood of pre-training and fine-tuning.
+"""Terms that are added to the negative log-likelihood in pre-training and fine-tuning.
 
 Symbols: z logits, y the label, V the size of the vocabulary, m the mask of trained tokens.
 

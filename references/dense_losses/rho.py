@@ -15,7 +15,7 @@ A is the advantage. No gradient flows through any of it.
 
 Source: open-instruct ``compute_rho_correction``. The clamp is truncated importance sampling, the
 mask is that of IcePop, the sequence-level mask is that of DeepSeek-V3.2, and the mask by tv is that
-of VACO. We do not follow two of its bugs:
+of VACO. open-instruct has two bugs that we do not follow:
 
 - It averages over all documents of a packed row, where it means one sequence. Here each document is
   a sequence.
@@ -75,10 +75,11 @@ def importance_weights(
         sequence: ``[tokens]``, the number of the sequence (document) of each token. Means over a
             sequence need all of its tokens.
         sequences: The number of sequences.
-        options: Has the options of ``lossgate.options.GrpoOptions`` as attributes.
+        options: The options of ``lossgate.options.GrpoOptions``, as attributes.
 
     Returns:
-        The weights and what was done to them. Values at masked tokens have no meaning.
+        The weights, and which tokens were clamped or dropped. Values at masked tokens have no
+        meaning.
     """
     old_logprobs = old_logprobs.detach()
     unknown = vllm_logprobs.isnan() | (vllm_logprobs.isneginf() & old_logprobs.isneginf())

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The statistics that a run of supervised fine-tuning reports.
 
-These are counts of tokens, loss, perplexity, entropy and the range of the logits.
+They are counts of tokens and sequences, the loss, the perplexity, the entropy, and the range of the
+logits.
 
     ppl_i = exp(-mean_t log p(y_t))          of each sequence i with a trained token
     x_avg = sum x / count                    count of the *whole* batch
@@ -62,8 +63,8 @@ def sft_statistics(
 
         - sum: ``n_seqs``, ``n_tokens``, ``n_valid_tokens``, ``prompt_tokens`` (neither trained nor
           padding), and each ``_avg``, which is 0 if the batch has nothing to average;
-        - minimum: each ``_min``, +inf if there is nothing here;
-        - maximum: each ``_max``, -inf if there is nothing here.
+        - minimum: each ``_min``, +inf if this rank has no such items;
+        - maximum: each ``_max``, -inf if this rank has no such items.
     """
     logprobs, entropy, vocab_min, vocab_max = (x.detach() for x in (logprobs, entropy, vocab_min, vocab_max))
     trained_in = sequence_sum(mask.to(logprobs.dtype), sequence, sequences)

@@ -12,7 +12,7 @@ nearer to their return than the edge of the range is.
 
 Source: NeMo-RL ``MseValueLossFn``, which differs in three ways:
 
-- It multiplies masked values by zero, so that NaN there spoils the batch.
+- It multiplies masked values by zero, so that a NaN among them spoils the batch.
 - It reports 0 as the extreme values of a microbatch without trained tokens, and its minimum and
   maximum over microbatches then take this 0 for a value.
 - It reports ``num_valid_samples``, which counts all rows, masked ones too. We leave it out.
@@ -46,7 +46,7 @@ def value_loss(
         returns: R ``[tokens]``.
         mask: m ``[tokens]``, true at trained tokens.
         valid_tokens: N, the number of trained tokens over every rank and microbatch.
-        options: Has the options of ``lossgate.options.ValueOptions`` as attributes.
+        options: The options of ``lossgate.options.ValueOptions``, as attributes.
 
     Returns:
         The loss, in the squared unit of the values, and the metrics, which carry no gradient. Ranks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the arguments of what users write, so that a slip is reported where it is made."""
+"""Checks the arguments of calls that users write, so that a slip is reported where it is made."""
 
 import inspect
 import re
@@ -11,7 +11,8 @@ from lossgate.base.errors import UsageError
 from lossgate.base.spelling import nearest, shown
 
 Near = Callable[[object, Iterable[str]], str]
-"""Returns how a message ends: the nearest spelling of a name, and those that are known."""
+"""A function that returns the end of a message: the nearest spelling of a name, and the known
+names."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,11 @@ class Argument:
         return UsageError(f"{self.call}{self.name}={shown(self.value)}): {problem}")
 
     def item(self, key: object) -> "Argument":
-        """Returns the value that a mapping has for a key."""
+        """Returns the entry of a mapping for a key, as an argument of its own."""
         return Argument(self.call, f"{self.name}[{shown(key)}]", self.value[key])
 
     def instance(self, kind: Any, expected: str) -> Any:
-        """Checks for a type, or a union of types."""
+        """Checks that the value is of a type, or of a union of types."""
         if not isinstance(self.value, kind):
             raise self.error(f"expected {expected}")
         return self.value
@@ -45,30 +46,30 @@ class Argument:
         return self.instance(bool, "True or False")
 
     def words(self) -> str:
-        """Checks for text that says something, and returns it in one line."""
+        """Checks that the value is text and not blank, and returns it in one line."""
         if not isinstance(self.value, str) or not self.value.strip():
             raise self.error("expected words")
         return " ".join(self.value.split())
 
     def line(self, expected: str) -> str:
-        """Checks for text that says something and is one line."""
+        """Checks that the value is one line of text and not blank."""
         if not is_line(self.value):
             raise self.error(f"expected {expected}")
         return self.value
 
     def count(self, expected: str, most: float = float("inf")) -> int:
-        """Checks for a positive whole number."""
+        """Checks that the value is a positive whole number."""
         if type(self.value) is not int or not 1 <= self.value <= most:
             raise self.error(f"expected {expected}")
         return self.value
 
     def one_of(self, known: Iterable[str], problem: str = "", near: Near = nearest) -> Any:
-        """Checks for one of some names.
+        """Checks that the value is one of some names.
 
         Args:
             known: these names.
-            problem: what is wrong with another one, where the value does not say it.
-            near: returns how the message ends.
+            problem: the beginning of the message, if the value alone does not show what is wrong.
+            near: returns the end of the message.
         """
         choices = tuple(known)
         if not isinstance(self.value, str) or self.value not in choices:
@@ -76,14 +77,16 @@ class Argument:
         return self.value
 
     def several(self, expected: str, *, split: bool = False) -> tuple[Any, ...]:
-        """Returns several values as a tuple. A list is as good, or what yields them in order.
+        """Returns several values as a tuple. They may be given as a list, too, or as any iterable
+        with an order.
 
-        A string is one value, for which the message shows how to write it. A set or a mapping has
-        no order of values.
+        A set or a mapping is refused because its values have no order. A string is refused with a
+        message that shows how to write it as a tuple.
 
         Args:
             expected: what the values are.
-            split: whether a string may hold several, separated by commas or blanks.
+            split: whether this message reads the string as several values, separated by commas or
+                blanks.
         """
         given = self.value
         if isinstance(given, str) and given.strip():  # it would be read letter by letter
@@ -101,10 +104,10 @@ class Argument:
         """Returns a tuple of names, each of them known and none twice.
 
         Args:
-            known: the names that there are.
-            unknown: what is wrong with another one, to be read before it.
-            near: returns how the message ends.
-            needed: whether there must be one at least.
+            known: the names that may be given.
+            unknown: the words of the message before an unknown name, such as "unknown dtype".
+            near: returns the end of the message.
+            needed: whether at least one name must be given.
         """
         choices = tuple(known)  # it may be an iterator, and is read for each name
         names = self.several(", ".join(choices), split=True)
@@ -117,12 +120,12 @@ class Argument:
         return names
 
     def mapping(self, example: str, known: Iterable[str] | None = None, unknown: str = "") -> dict[Any, Any]:
-        """Returns a mapping; an empty one for None.
+        """Returns a mapping as a dict; None gives an empty dict.
 
         Args:
-            example: one that is right.
+            example: a right mapping, for the message.
             known: the names that its keys may be; None for any.
-            unknown: what is wrong with another one, to be read before it.
+            unknown: the words of the message before an unknown key.
         """
         if self.value is None:
             return {}
@@ -134,7 +137,7 @@ class Argument:
         return dict(given)
 
     def items(self) -> "Iterator[tuple[Any, Argument]]":
-        """Yields the keys of a mapping, each with its value; nothing for None."""
+        """Yields each key of a mapping with its value as an argument; None yields nothing."""
         for key in self.value or ():
             yield key, self.item(key)
 
@@ -145,10 +148,10 @@ class Argument:
             raise self.error(f"{unknown} {shown(name)}; {near(name, choices)}")
 
     def function(self, *takes: str) -> Any:
-        """Checks for a function that can be called with so many positional arguments.
+        """Checks that the value is a function that takes these positional arguments.
 
         Args:
-            takes: the names of what it will be called with.
+            takes: the names of the arguments.
         """
         expected = f"expected a function of {', '.join(takes)}"
         if not callable(self.value):
@@ -156,7 +159,7 @@ class Argument:
         try:
             inspect.signature(self.value).bind(*takes)
         except TypeError as error:
-            raise self.error(f"it can't be called as it will be ({error}); {expected}") from None
+            raise self.error(f"lossgate can't call it ({error}); {expected}") from None
         except ValueError:
             pass  # a function of C has no signature
         return self.value
@@ -177,5 +180,5 @@ def arguments(call: str, given: Mapping[str, Any]) -> dict[str, Argument]:
 
 
 def is_line(text: Any) -> bool:
-    """Returns whether something is text in one line that says something."""
+    """Returns whether something is one line of text and not blank."""
     return isinstance(text, str) and text.strip() != "" and text.isprintable()

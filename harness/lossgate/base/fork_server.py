@@ -21,18 +21,20 @@ from types import ModuleType
 from typing import Any
 
 _MOMENT = "500"
-"""How often a thread looks whether it may go on, before it falls asleep: a few microseconds."""
+"""How often a waiting thread of OpenMP checks whether it may go on before it falls asleep. This
+takes a few microseconds."""
 
 _LOADED = ["lossgate.engine.child", "lossgate.engine.jobs", "lossgate.worlds.pool"]
 _FIRST_BACKWARD = "torch.fx.experimental.symbolic_shapes"
-"""What torch loads with the first backward pass; it takes half a second."""
+"""The module that torch loads in the first backward pass. Loading it takes half a second."""
 
 
 def load_and_fork() -> None:
     """Loads torch and lossgate here, and makes the server a copy of this process.
 
-    Loading takes seconds, and is then done once in place of twice. This is for a command as it
-    starts: where torch is loaded already, kernels may have run, so that the server starts afresh.
+    So the seconds that loading takes are spent only once. Call this when a command starts. If torch
+    is loaded already, kernels may have run in this process, so the server is started as a new
+    process.
     """
     if "torch" in sys.modules or sys.platform != "linux":
         worker_context()
@@ -43,15 +45,17 @@ def load_and_fork() -> None:
     with _environment():
         for name in _LOADED:
             import_module(name)
-    gc.freeze()  # nor will it be: no collection goes through it again, not even that at the end
+    gc.freeze()  # it never will be garbage: no later collection goes through it, not even that at exit
     gc.enable()
-    resource_tracker.ensure_running()  # or it would be a copy, too
+    resource_tracker.ensure_running()  # started below, it would be forked from this process, too
     with _forked_from_here():
         worker_context()
 
 
 def worker_context() -> BaseContext:
-    """Returns what starts workers. A server is started, but it may still be loading."""
+    """Starts the server if there is none, and returns the context of multiprocessing that uses it.
+    The server may still be loading then.
+    """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     from multiprocessing import forkserver
@@ -64,15 +68,16 @@ def worker_context() -> BaseContext:
 
 
 def start_process(target: Callable[..., object], *arguments: object, has_children: bool = False) -> BaseProcess:
-    """Starts a process that does not run this one's script again.
+    """Starts a process that does not run the script of this process again.
 
-    Python would run it, to find functions that it defines. A script that does not ask for its
-    ``__name__`` would start everything once more.
+    Python would run the script there, to find its functions. A script that does not check its
+    ``__name__`` would then do all its work a second time.
 
     Args:
-        target: what it runs. It calls ``start_worker`` first.
+        target: the function that the process runs. It must call ``start_worker`` first.
         arguments: of the target.
-        has_children: it may start processes. Python then does not end it by itself, but waits.
+        has_children: whether the process may start processes. At exit, Python then waits for its
+            end and does not kill it.
     """
     context: Any = worker_context()
     process: BaseProcess = context.Process(target=target, args=arguments, daemon=not has_children)
@@ -85,10 +90,13 @@ def start_process(target: Callable[..., object], *arguments: object, has_childre
     return process
 
 
-def start_worker(environment: Mapping[str, str], orphaned: Callable[[], object] = bool) -> None:
-    """Gives a worker the environment that its parent has now: the server has that of its start.
+def start_worker(environment: Mapping[str, str], orphaned: Callable[[], object] = lambda: None) -> None:
+    """Prepares a worker: it gets the environment of its parent, and ends with its parent, even if
+    that is killed.
 
-    The worker ends with its parent, even if that is killed. It then calls ``orphaned`` first.
+    Args:
+        environment: that of the parent now. The server still has the environment of its start.
+        orphaned: called before the worker ends because its parent has ended.
     """
     Thread(target=_end_with_parent, args=(orphaned,), daemon=True).start()
     os.environ.clear()
@@ -99,7 +107,7 @@ def start_worker(environment: Mapping[str, str], orphaned: Callable[[], object] 
 
 
 def _end_with_parent(orphaned: Callable[[], object]) -> None:
-    """Waits for the end of the parent, which would leave the worker waiting for cells forever."""
+    """Ends this worker after its parent. Otherwise the worker would wait for cells forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -109,7 +117,7 @@ def _end_with_parent(orphaned: Callable[[], object]) -> None:
 
 @contextmanager
 def _forked_from_here() -> Generator[None]:
-    """Has Python fork the server from this process, where it would start a new one."""
+    """Makes Python fork the server from this process. Otherwise it would start a new process."""
     start = util.spawnv_passfds
 
     def fork(path: str, arguments: Sequence[str], passed: Iterable[int]) -> int:
@@ -126,13 +134,15 @@ def _forked_from_here() -> Generator[None]:
 
 
 def _serve(code: str, passed: Iterable[int]) -> None:
-    """Runs the code of Python's server in this copy, and ends it."""
+    """Runs the code of Python's server in this copy of the process, and then ends the copy."""
     try:
-        for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *passed}:
-            with suppress(OSError):  # that of the listing
-                os.close(number)  # one is held by all users of the server, whose end it waits for
+        open_files = {int(name) for name in os.listdir("/proc/self/fd")}
+        # Among them is a pipe that all users of the server hold: it ends when all have closed that.
+        for number in open_files - {0, 1, 2, *passed}:
+            with suppress(OSError):  # the file of the listing itself is closed already
+                os.close(number)
         python: Any = sys.modules["multiprocessing.forkserver"]
-        python._forkserver._lock.release()  # held while the server is started, and copied so
+        python._forkserver._lock.release()  # this process held it when it was copied
         exec(code, {})
     finally:
         os._exit(0)
@@ -140,13 +150,17 @@ def _serve(code: str, passed: Iterable[int]) -> None:
 
 @contextmanager
 def _environment() -> Generator[None]:
-    """Has the server look for modules where this process does, and threads of torch fall asleep.
+    """Sets the environment with which the server starts.
 
-    By itself it would look in the current folder first. And a thread that waits for another keeps
-    its core busy, so that the other waits for the core if several programs run: a large problem
-    that takes 3 seconds took 80. A thread that falls asleep at once, though, is late for the next
-    operation. So it stays awake for a moment, where OpenMP is GNU's: a problem of 1024x512x16384
-    then took 34 seconds in place of 39. Beside another it is slower for that, 59 in place of 54.
+    The server looks for modules where this process does. By itself it would look in the current
+    folder first.
+
+    A thread of torch that waits for another thread falls asleep. Otherwise it keeps its core busy,
+    and if several programs run, the other thread has to wait for that core: a large problem that
+    takes 3 seconds took 80. But a thread that falls asleep at once is late for the next operation.
+    So with the OpenMP of GNU, it first stays awake for a moment: a problem of 1024x512x16384 then
+    took 34 seconds instead of 39. If another program runs, this costs time: 59 seconds instead of
+    54.
     """
     before = dict(os.environ)
     os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -162,7 +176,9 @@ def _environment() -> Generator[None]:
 
 @contextmanager
 def _no_interrupts() -> Generator[None]:
-    """Has the server ignore Ctrl-C while it loads, as it does later."""
+    """Blocks Ctrl-C while the server starts. The server inherits this, so it ignores Ctrl-C while
+    it loads, as it does later.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

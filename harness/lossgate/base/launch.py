@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torchrun tells the processes that it launches. This module does not load torch."""
+"""Reads the ranks that torchrun gives to the processes that it launches. It does not load torch."""
 
 import os
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launch:
-    """Where this process stands among those that torchrun launched."""
+    """The place of this process among the processes that torchrun launched."""
 
     rank: int
     local_rank: int
-    """Its number among the processes on this machine, and that of its GPU."""
+    """The number of the process on this machine. Its GPU has the same number."""
     ranks: int
     host: str
     """The host of rank 0."""
 
 
 def launch_of_torchrun() -> Launch | None:
-    """Returns where this process stands, or None if torchrun did not launch it."""
+    """Returns the place of this process, or None if torchrun did not launch it."""
     given = os.environ
     if "TORCHELASTIC_RUN_ID" not in given:
         return None
@@ -26,6 +26,6 @@ def launch_of_torchrun() -> Launch | None:
 
 
 def is_follower() -> bool:
-    """Returns whether torchrun launched this process as another rank than 0."""
+    """Returns whether torchrun launched this process with a rank other than 0."""
     launch = launch_of_torchrun()
     return launch is not None and launch.rank > 0

@@ -4,6 +4,8 @@
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import Literal, Self
 
 from lossgate.base.errors import UsageError
@@ -13,8 +15,8 @@ Axis = Literal["dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("dp", "cp", "tp")
 
 MAX_RANKS = 64
-"""The most ranks that a layout may have: what one process can simulate in a few milliseconds a
-collective."""
+"""The most ranks that a layout may have. With so many, one process simulates a collective in a few
+milliseconds."""
 
 
 @dataclass(frozen=True, order=True)
@@ -46,7 +48,7 @@ class Layout:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes that are really split."""
+        """The axes that have more than one rank."""
         return tuple(axis for axis, size in self.sizes.items() if size > 1)
 
     def coordinate(self, rank: int) -> dict[Axis, int]:
@@ -57,7 +59,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``"tp=2,cp=2"`` or ``"single"``, the inverse of ``str``."""
+        """Reads a layout such as ``"tp=2,cp=2"`` or ``"single"``; the inverse of ``str``."""
         if text.strip() == "single":
             return cls()
         sizes: dict[Axis, int] = {}
@@ -74,17 +76,16 @@ class Layout:
 
 
 def layouts_up_to(ranks: int, axes: Iterable[Axis] = AXES) -> Iterator[Layout]:
-    """Every layout of at most ``ranks`` ranks that splits no other axes than ``axes``, smallest
-    first.
-    """
+    """Yields every layout of at most ``ranks`` ranks that splits only ``axes``, smallest first."""
     allowed = set(axes)
-    sizes = {axis: range(1, ranks + 1 if axis in allowed else 2) for axis in AXES}
-    found = ((dp, cp, tp) for dp in sizes["dp"] for cp in sizes["cp"] for tp in sizes["tp"] if dp * cp * tp <= ranks)
-    for dp, cp, tp in sorted(found, key=lambda s: (s[0] * s[1] * s[2], s)):
+    sizes = [range(1, ranks + 1) if axis in allowed else (1,) for axis in AXES]
+    found = [of_axes for of_axes in product(*sizes) if prod(of_axes) <= ranks]
+    for dp, cp, tp in sorted(found, key=lambda of_axes: (prod(of_axes), of_axes)):
         yield Layout(dp, cp, tp)
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """Returns ranks in words, such as ``rank 1`` or ``ranks 0, 2``."""
-    named = [*map(str, ranks)]
-    return f"rank{'s' * (len(named) > 1)} {', '.join(named)}"
+    numbers = [str(rank) for rank in ranks]
+    noun = "ranks" if len(numbers) > 1 else "rank"
+    return f"{noun} {', '.join(numbers)}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of dtypes, worlds and devices.
 
-Settings can be read by them before torch is loaded. ``numerics.float_formats`` has torch's own
-dtypes, and ``worlds`` makes the worlds.
+This module does not load torch, so that settings can be checked before torch is loaded.
+``numerics.float_formats`` has torch's own dtypes, and ``worlds`` makes the worlds.
 """
 
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ _KNOWN_AS = {
     **dict.fromkeys(("float64", "double"), _OF_REFERENCE),
     **{name: f"did you mean {one!r}?" for name, one in _OTHER_NAMES.items()},
 }
-"""What other names are, that somebody may try."""
+"""Hints about other names that users may try."""
 
 
 def nearest_dtype(given: object, known: Iterable[str] = DTYPES) -> str:
-    """Returns how a message about an unknown dtype ends."""
+    """Returns the end of a message about an unknown dtype."""
     name = given if isinstance(given, str) else shown(given)
     return nearest(name, known, _KNOWN_AS.get(name.lower().removeprefix("torch."), ""))
 

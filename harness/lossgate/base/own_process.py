@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command does with its own process: where it prints, how it ends, which folder it has.
+"""The process of a command: its output, its end, and its temporary folder.
 
-At Ctrl-C or SIGTERM it ends at once, with a last word, and without its children. Whoever starts a
-process that may be killed removes the temporary folder of that process.
+At Ctrl-C or SIGTERM, a command prints a last word, kills its children and ends. If it starts a
+process that may be killed, it removes the temporary folder of that process.
 """
 
 import atexit
@@ -22,7 +22,7 @@ STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 
 
 def print_to(file: str) -> None:
-    """Sends what this process prints to a file. There C code can write too, before a crash.
+    """Redirects the output of this process to a file, also that of C code before a crash.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -35,7 +35,7 @@ def print_to(file: str) -> None:
 
 
 def print_by_line() -> None:
-    """Writes each line at once, so that the last words before a crash arrive."""
+    """Makes Python write each line at once, so that the last lines before a crash are not lost."""
     for output in (sys.stdout, sys.stderr):
         if isinstance(output, TextIOWrapper):
             output.reconfigure(line_buffering=True)
@@ -43,23 +43,24 @@ def print_by_line() -> None:
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PATIENCE = 1.0
-"""Seconds for the end of a child that was killed."""
+"""Seconds to wait for the end of a killed child."""
 _clean_ups = list[Callable[[], object]]()
 
 
 def before_a_signal_ends(clean_up: Callable[[], object]) -> None:
-    """Has something cleaned up that Python's own handlers for the end of a process would clean up:
-    a signal does not let them run.
+    """Registers a function that is called before a signal ends this process. Python's own handlers
+    for the end of a process do not run then.
     """
     _clean_ups.append(clean_up)
 
 
 @contextmanager
 def ended_by_signals(last_word: Callable[[str], None]) -> Generator[None]:
-    """Ends this process and its children at a signal. The exit code is the one that shells expect.
+    """Ends this process and its children at Ctrl-C or SIGTERM, with the exit code that shells
+    expect.
 
-    It does not raise an exception, because Python drops those that come while a callback runs, such
-    as one of its garbage collector. So files must be whole after each write.
+    It raises no exception, because Python drops exceptions that are raised while a callback runs,
+    such as a callback of its garbage collector. So files must be whole after each write.
 
     Args:
         last_word: called with the name of the signal, before anything ends.
@@ -100,14 +101,14 @@ _of_this_process = list[str]()
 
 
 def process_folder() -> str:
-    """Returns the temporary folder of this process: the one that it was given, or a new one."""
+    """Returns the temporary folder of this process, and makes it if the process has none."""
     if not _of_this_process:
         _of_this_process.append(new_folder())
     return _of_this_process[0]
 
 
 def take_folder(folder: str) -> None:
-    """Gives this process a folder that the process which started it has made, and will remove."""
+    """Sets the folder of this process. Its parent has made the folder, and will remove it."""
     _of_this_process[:] = [folder]
 
 

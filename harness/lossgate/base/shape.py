@@ -8,18 +8,18 @@ from lossgate.base.errors import UsageError
 from lossgate.base.spelling import shown
 
 _SEQUENCES = 8
-"""Sequences of a problem whose size the user gives."""
+"""How many sequences a problem has if the user gives its size."""
 
 MOST_ROWS = 2**24
 """The largest width or vocabulary of a problem. No model has as many."""
 MOST_TOKENS = 2**17
-"""The most tokens of a problem, with padding. Over more, a sum in float32 loses more digits than
-the judge has been measured with."""
+"""The most tokens of a problem, with padding. A sum over more tokens in float32 loses more digits
+than any on which the judge was measured."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that a large problem has. When it is made smaller, it gets usual ones."""
+    """The sizes of a large problem. A problem that is made smaller gets usual sizes instead."""
 
     tokens: int
     vocab: int
@@ -32,17 +32,16 @@ class Shape:
         """Reads a size that a user gives: tokens, width of the hidden states, and vocabulary.
 
         Raises:
-            UsageError: if it is none, has fewer tokens than sequences, or is larger than problems
-                can be.
+            UsageError: if the text is no size, or the problem would have fewer tokens than
+                sequences, or be larger than problems can be.
         """
         match = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", size, re.ASCII)
-        numbers = [int(number) for number in match.groups()] if match else [0]
-        if min(numbers) < 1 or numbers[0] < _SEQUENCES:
+        tokens, width, vocab = map(int, match.groups()) if match else (0, 0, 0)
+        if tokens < _SEQUENCES or width < 1 or vocab < 1:
             raise UsageError(
                 f"size {shown(size)}: expected tokens, width of the hidden states and vocabulary, such as "
                 f"4096x1024x32768, with {_SEQUENCES} tokens at least"
             )
-        tokens, width, vocab = numbers
         if tokens > MOST_TOKENS or max(width, vocab) > MOST_ROWS:
             raise UsageError(
                 f"size {shown(size)}: expected at most {MOST_TOKENS:,} tokens, and a width and a vocabulary of at most "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of messages: help for misspelt names, values as they are shown, and counts."""
+"""Parts of messages: hints for misspelt names, values in one short line, and counts."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +16,8 @@ _LONGEST = 60
 
 
 def shown(value: object) -> str:
-    """Returns a value as a message shows it: in one line, and a long one cut in the middle.
-
-    Classes and functions have their name alone.
+    """Returns the text that shows a value in a message: one line, which is cut in the middle if it
+    is long. A class or a function is shown by its name.
     """
     if isinstance(value, type | FunctionType):
         return value.__name__
@@ -26,20 +25,20 @@ def shown(value: object) -> str:
         text = " ".join(line.strip() for line in repr(value).splitlines())
     except ValueError:  # Python does not print whole numbers of thousands of digits
         return "a number of thousands of digits" if isinstance(value, int) else f"a {type(value).__name__}"
-    except Exception:  # a class may not be able to say what it is
+    except Exception:  # the __repr__ of a user's class may raise anything
         return f"a {type(value).__name__}"
     half = _LONGEST // 2
     return text if len(text) <= _LONGEST else f"{text[:half]}...{text[-half:]}"
 
 
 def nearest(name: object, known: Iterable[str], known_as: str = "") -> str:
-    """Returns how a message ends: the nearest spelling, if any, and what was expected.
+    """Returns the end of a message: the nearest known name, if one is near, and all known names.
 
     Args:
-        name: what was given.
-        known: what may be given.
-        known_as: what the name is, if it is no slip but the name of something else. It is then said
-            in place of a spelling.
+        name: the unknown name that was given.
+        known: the known names.
+        known_as: a hint that replaces the nearest name, if the given one is no slip, but the name
+            of something else.
     """
     choices = list(known)
     given = name if isinstance(name, str) else shown(name)
@@ -50,23 +49,25 @@ def nearest(name: object, known: Iterable[str], known_as: str = "") -> str:
 
 
 def _is_of_other_number(given: str, known: str) -> bool:
-    """Returns whether two names differ in a number alone, as float64 and float16 do. Whoever writes
-    one does not mean the other. Digits in another order are a slip.
+    """Returns whether two names differ only in a number, such as float64 and float16. Such a name
+    is no slip for the other, but digits in another order are a slip.
     """
-    own, others = sorted(re.findall(r"\d", given)), sorted(re.findall(r"\d", known))
-    return bool(own) and own != others and re.sub(r"\d", "", given) == re.sub(r"\d", "", known)
+    if re.sub(r"\d", "", given) != re.sub(r"\d", "", known):
+        return False
+    digits = sorted(re.findall(r"\d", given))
+    return bool(digits) and digits != sorted(re.findall(r"\d", known))
 
 
 def look_up(what: str, name: str, known: Mapping[str, T]) -> T:
-    """Returns what is registered under a name.
+    """Returns the thing that has a name, among all things of a kind.
 
     Args:
-        what: the kind of thing, for the message.
-        name: its name.
-        known: everything of that kind, by name.
+        what: the kind, for the message.
+        name: the name.
+        known: all things of this kind, by name.
 
     Raises:
-        UsageError: if there is none of that name; the message gives the nearest spelling.
+        UsageError: if nothing has that name; the message gives the nearest spelling.
     """
     if name not in known:
         raise UsageError(f"unknown {what} {name!r}; {nearest(name, known)}")
@@ -80,5 +81,6 @@ def counted(number: int, what: str) -> str:
 
 def in_a_row(words: Sequence[str]) -> str:
     """Returns words with commas, and "and" before the last; "" for none."""
-    *first, last = words or ("",)
-    return f"{', '.join(first)} and {last}" if first else last
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel may use at most: memory, and traffic between ranks."""
+"""The most memory, and the most traffic between ranks, that a kernel may use."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -18,35 +18,36 @@ _ALWAYS = ("tokens", "sequences", "dp", "cp", "tp", "itemsize")
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """What each rank may use in a call, forward and backward.
+    """The most that each rank may use in a call, forward and backward.
 
-    Each is an expression of named dims, such as ``"chunk*vocab/tp"``. The dims are ``tokens`` and
-    ``sequences`` (of the rank, padding included), ``vocab`` (all of it, at heads with logits),
-    ``hidden`` (at head "hidden"), ``dp``, ``cp``, ``tp``, ``itemsize`` (bytes of an element of the
-    inputs), and what ``where`` names. An expression may have numbers, ``+ - * / // %``,
-    comparisons (1 or 0), ``ceil``, ``floor``, ``max`` and ``min``.
+    Each budget is an expression of named dims, such as ``"chunk*vocab/tp"``. The dims are
+    ``tokens`` and ``sequences`` (of the rank, padding included), ``vocab`` (all of it, at heads
+    with logits), ``hidden`` (at head "hidden"), ``dp``, ``cp``, ``tp``, ``itemsize`` (bytes of an
+    element of the inputs), and what ``where`` names. An expression may have numbers, ``+ - * / //
+    %``, comparisons (1 or 0), ``ceil``, ``floor``, ``max`` and ``min``.
 
     Raises:
         UsageError: if an expression can't be read, or ``where`` is no mapping of sizes.
     """
 
     largest_tensor: str = ""
-    """Elements of the largest tensor that is made. A tensor that is no larger than the rank's
-    largest input is always allowed: gradients are as large."""
+    """Elements of the largest tensor that the call makes. A tensor that is no larger than the
+    rank's largest input is always allowed, because gradients are as large."""
     peak: str = ""
-    """Bytes that live at the same time: all that is made, gradients among it, and no inputs."""
+    """Bytes of all tensors that the call has made and that are alive at the same time. Gradients
+    count, but inputs do not."""
     saved: str = ""
-    """Bytes that live from forward to backward, beside inputs and outputs: what autograd keeps."""
+    """Bytes that autograd keeps from forward to backward, without inputs and outputs."""
     collectives: str = ""
-    """Collectives and sends, over groups of more than one rank."""
+    """The number of collectives and sends, over groups of more than one rank."""
     bytes: str = ""
-    """Bytes that a rank brings to them."""
+    """Bytes that a rank puts into collectives and sends."""
     host_waits: str = ""
-    """Operations for which the host would wait for a device, if their tensors were there:
+    """The number of operations for which the host would wait if their tensors were on a device:
     ``.item()``, ``bool(tensor)``, a boolean index. With "0", property "device" looks for them,
     too."""
     where: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Sizes of the kernel's own, such as ``{"chunk": 1024}``."""
+    """The kernel's own sizes, such as ``{"chunk": 1024}``."""
 
     def __post_init__(self) -> None:
         given = arguments("Budgets(", vars(self))
@@ -58,13 +59,14 @@ class Budgets:
         object.__setattr__(self, "where", MappingProxyType(dict(where)))
         for name in BUDGETS:
             given[name].instance(str, "an expression in quotes, such as 'tokens*4'")
-        if not [*self._expressions()]:
-            raise UsageError(f"Budgets(): names no budget; expected one at least of {', '.join(BUDGETS)}")
+        if not list(self._expressions()):
+            raise UsageError(f"Budgets(): names no budget; expected at least one of {', '.join(BUDGETS)}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _budgets, ({f.name: getattr(self, f.name) for f in fields(self)} | {"where": dict(self.where)},)
 
     def _expressions(self) -> Iterator[tuple[str, SizeExpression]]:
+        """Yields the name and the expression of each declared budget."""
         for name in BUDGETS:
             if text := getattr(self, name):
                 try:
@@ -73,13 +75,13 @@ class Budgets:
                     raise UsageError(f"Budgets({name}=...): {error}") from None
 
     def check_names(self, dims: tuple[str, ...]) -> None:
-        """Checks that each expression names dims of the head.
+        """Checks that each expression names only dims that exist, and has a value on every layout.
 
         Args:
-            dims: "vocab" and "hidden", or those of them that the head has.
+            dims: the dims of the head, of "vocab" and "hidden".
 
         Raises:
-            UsageError: if it names another; the message gives the nearest spelling.
+            UsageError: if a dim is unknown, with the nearest spelling; or if there is no value.
         """
         known = (*_ALWAYS, *dims, *self.where)
         for budget, expression in self._expressions():
@@ -89,7 +91,7 @@ class Budgets:
                         f"candidate(budgets=Budgets({budget}={str(expression)!r})): unknown dim {name!r}; "
                         f"{nearest(name, known)}; sizes of the kernel's own go into where="
                     )
-        for ranks in product((1.0, 2.0), repeat=len(AXES)):  # raises where one has no value
+        for ranks in product((1.0, 2.0), repeat=len(AXES)):  # an expression may divide by tp - 1
             sizes = dict.fromkeys((*_ALWAYS, *dims), 1024.0)
             self.values({**sizes, **dict(zip(AXES, ranks, strict=True))})
 
@@ -101,10 +103,10 @@ class Budgets:
         """Returns the declared budgets as numbers, by name.
 
         Args:
-            sizes: of the dims, on the rank that has most.
+            sizes: by dim, on the rank that has most.
 
         Raises:
-            UsageError: if one is no number there.
+            UsageError: if a budget has no value for these sizes.
         """
         known = {**sizes, **self.where}
         found: dict[str, float] = {}

@@ -2,7 +2,7 @@
 """What a user writes: a kernel, declared as a candidate for a spec.
 
 The declaration says what cannot be seen from outside: where the kernel starts, over which mesh axes
-it can be sharded, in which precision it computes and how its local results make the global one.
+it can be sharded, in which precision it computes, and how the results of ranks are put together.
 """
 
 import sys
@@ -32,36 +32,37 @@ from lossgate.specs.spec import Spec
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What a candidate returns on each rank, if more than the loss.
+    """The results of a candidate on each rank. A candidate may also return its loss alone.
 
-    Each output is in float32, also of inputs in bfloat16; ``Precision(returned=...)`` declares
-    another dtype. Gradients are no outputs: lossgate calls backward, and reads them from the
-    inputs.
+    Each output is in float32, even if the inputs are in bfloat16; ``Precision(returned=...)``
+    declares another dtype. Gradients are not returned: lossgate calls backward, and reads them from
+    the inputs.
     """
 
     loss: Tensor | None = None
     """A scalar: this rank's part of the loss. The parts of dp and cp ranks are added up by
-    lossgate, so divide by counts of the whole batch, such as ``inputs.valid_tokens``; each tp rank
-    returns the same. ``Contract(loss=...)`` declares otherwise. Specs without a loss have none."""
+    lossgate, so divide by counts of the whole batch, such as ``inputs.valid_tokens``. Each tp rank
+    returns the same. ``Contract(loss=...)`` declares otherwise. It stays None if the spec has no
+    loss."""
     logprobs: Tensor | None = None
     """``[token]``, as ``inputs.labels``: the log-probability of each label of this rank, the same
-    on each tp rank. Masked tokens are ignored. With ``Contract(logprobs={"cp": "replicate"})``,
-    whole sequences in the shape of ``input_ids``: the log-probability of each token."""
+    on each tp rank. Masked tokens are ignored. With ``Contract(logprobs={"cp": "replicate"})`` it
+    has whole sequences in the shape of ``input_ids``: the log-probability of each token."""
     token_entropy: Tensor | None = None
     """``[token]``, like ``logprobs``: the entropy of each token's distribution, in nats."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """Scalars, by the names that the spec gives them; those that are left out are not judged. The
-    parts of dp and cp ranks are added up, or the least or largest is taken, as ``lossgate list
-    SPEC`` says; each tp rank returns the same. ``Contract(metrics=...)`` declares otherwise."""
+    """Scalars, by the names that the spec gives them. Metrics that are left out are not judged. The
+    parts of dp and cp ranks are added up, or their least or largest is taken, as ``lossgate list
+    SPEC`` says. Each tp rank returns the same. ``Contract(metrics=...)`` declares otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownFailure:
-    """A known disagreement of a candidate: its frozen example is judged in place of new problems,
+    """A known disagreement of a candidate. Its frozen example is judged instead of new problems,
     and must still disagree.
 
     Raises:
-        UsageError: if the name is not one line, or the example no ``Path``.
+        UsageError: if the name is not one line, or the example is no ``Path``.
     """
 
     name: str
@@ -80,7 +81,7 @@ class KnownFailure:
 Kernel = Callable[[Any, Any, DeviceMesh], Outputs | Tensor]
 """A function of inputs, options and mesh that returns ``Outputs``, or the loss alone.
 
-The spec says what inputs and options hold.
+The spec declares the inputs and options.
 """
 
 
@@ -88,8 +89,8 @@ The spec says what inputs and options hold.
 class Candidate:
     """A kernel and its declaration.
 
-    Calling it calls the kernel. It pickles as the place it can be loaded from. One that its source
-    does not hold can't be pickled: that raises ``UsageError``.
+    Calling it calls the kernel. It is pickled as its source, from which other processes load it.
+    Pickling raises ``UsageError`` if the source does not hold this candidate.
     """
 
     kernel: Kernel
@@ -103,22 +104,22 @@ class Candidate:
     contract: Contract
     supports: Mapping[str, Any]
     excludes: Mapping[str, Excluded]
-    """The choices of scenarios that it is not given, by scenario, and why."""
+    """By scenario: the choices that the kernel is never given, and why."""
     differentiable: tuple[str, ...]
     """The outputs that carry gradients."""
     tiles: Mapping[str, tuple[int, ...]]
     good_for: str
     known_failure: KnownFailure | None
     exempt: Mapping[str, str]
-    """The properties that it is not held to, and why."""
+    """By property: why the kernel is not held to it."""
     refuses: tuple[str, ...]
-    """The kinds of bad input that it refuses by an error, of ``REFUSED``."""
+    """The kinds of bad input, of ``REFUSED``, for which it raises an error."""
     budgets: Budgets | None
     """The memory and traffic that it may use; None if it declares none."""
     source: str
-    """Where it can be loaded from, as ``file.py:name`` or ``package.module:name``."""
+    """The place from which it is loaded: ``file.py:name`` or ``package.module:name``."""
     beside: "Candidate | None" = None
-    """Another that solves the same problems, to be compared with."""
+    """Another candidate that solves the same problems and is compared with this one."""
 
     def __call__(self, inputs: Any, options: Any, mesh: DeviceMesh) -> Outputs | Tensor:
         return self.kernel(inputs, options, mesh)
@@ -140,15 +141,16 @@ class Candidate:
         return HEADS[self.head]
 
     def coarsest(self, dtype: str) -> RoundedTo:
-        """Returns the coarsest format to which it, or the one beside it, rounds what a loss is
-        computed from; see ``Precision.coarsest``.
+        """Returns the coarsest format to which this candidate, or the one beside it, rounds the
+        inputs of the loss; see ``Precision.coarsest``.
         """
         stages = self.starts_at.stages
-        return coarsest_of(one.precision[dtype].coarsest(dtype, stages) for one in (self, self.beside or self))
+        both = (self, self.beside or self)
+        return coarsest_of(candidate.precision[dtype].coarsest(dtype, stages) for candidate in both)
 
     def supported(self, name: str) -> Any:
-        """Returns what the candidate supports of an option, or is given of a scenario: ``ANY`` or a
-        tuple of values.
+        """Returns the values of an option that the candidate supports, or the choices of a scenario
+        that it is given: ``ANY`` or a tuple.
         """
         if name in self.spec.situations:
             return self.given(name) if name in self.excludes else ANY
@@ -156,9 +158,9 @@ class Candidate:
         return values if values is ANY or isinstance(values, tuple) else (values,)
 
     def given(self, scenario: str) -> tuple[str, ...]:
-        """Returns the choices of a scenario that problems have.
+        """Returns the choices of a scenario that the candidate's problems have.
 
-        One that stands twice is drawn twice as often.
+        A choice that is listed twice is drawn twice as often.
         """
         own = self.spec.situations[scenario]
         excluded = self.excludes[scenario].choices if scenario in self.excludes else ()
@@ -167,26 +169,30 @@ class Candidate:
 
     @property
     def exclusions(self) -> dict[str, str]:
-        """Why it is not given some problems, by scenario and choice."""
-        return {
-            f"{name} {choice}": one.because for name, one in sorted(self.excludes.items()) for choice in one.choices
-        }
+        """The reasons for the excluded choices, by scenario and choice."""
+        reasons: dict[str, str] = {}
+        for scenario, excluded in sorted(self.excludes.items()):
+            reasons |= {f"{scenario} {choice}": excluded.because for choice in excluded.choices}
+        return reasons
 
     def supports_all(self, options: Mapping[str, Any]) -> bool:
-        """Returns whether the candidate supports some options of its spec, and the defaults of all
-        others.
+        """Returns whether the candidate supports these options, and the default of each option that
+        is not among them.
         """
-        given = ((options.get(o.name, o.default), self.supported(o.name)) for o in self.spec.options)
-        return all(supported is ANY or value in supported for value, supported in given)
+        for option in self.spec.options:
+            supported = self.supported(option.name)
+            if supported is not ANY and options.get(option.name, option.default) not in supported:
+                return False
+        return True
 
     def returns_whole(self, output: Output) -> bool:
-        """Returns whether every cp rank returns an output for whole sequences, in the shape of
+        """Returns whether an output has whole sequences on every cp rank, in the shape of
         ``input_ids``.
         """
         return output.kind == "token value" and self.contract.whole_sequences
 
     def placements(self, output: Output) -> Placements:
-        """Returns how the ranks' parts of an output make the whole."""
+        """Returns by axis how the ranks' parts of an output are put together."""
         if output.kind == "metric":
             return self.contract.placements(output, self.spec.metrics[output.name].reduction)
         return self.contract.placements(output)
@@ -221,28 +227,29 @@ def candidate(
             total = F.cross_entropy(inputs.logits.float(), targets, reduction="sum")
             return total / inputs.valid_tokens.clamp(min=1)
 
-    Every rank calls it. ``inputs`` has the shards of this rank, and counts of the whole batch: see
-    ``lossgate.inputs``. ``options`` has every option of the spec: see ``lossgate.options``.
-    ``mesh`` has the dims dp, cp and tp, whose groups work with ``torch.distributed``. It returns
-    its part of the loss, a scalar, or ``lossgate.Outputs``; gradients are read from the inputs
-    after backward.
+    Every rank calls the kernel. ``inputs`` has the shards of this rank, and counts of the whole
+    batch: see ``lossgate.inputs``. ``options`` has every option of the spec: see
+    ``lossgate.options``. ``mesh`` has the dims dp, cp and tp, whose groups work with
+    ``torch.distributed``. The kernel returns its part of the loss, a scalar, or
+    ``lossgate.Outputs``. Gradients are read from the inputs after backward.
 
     Args:
         spec: the loss that it computes, by name or as the object; see ``lossgate list``.
         head: where it starts: "hidden", "logits" or "logprobs"; "values" or "rewards" for critics
             and reward models.
-        tokens: how it is given what belongs to tokens: "shard" is this rank's tokens, shifted and
-            split; "rows" and "packed" are what a framework has before that, whole sequences.
+        tokens: the form of inputs that have an entry for each token. With "shard" they have this
+            rank's tokens, shifted and split. With "rows" and "packed" they have whole sequences, as
+            a framework has them before it shifts and splits.
         axes: the mesh axes over which it can be sharded, of "dp", "cp", "tp"; none for a kernel of
             a single rank.
         dtypes: the dtypes of inputs that it takes.
-        precision: where it rounds; one for all dtypes, or one for each. The default is float32
-            inside, whatever the inputs.
-        contract: how the ranks' results make the whole. By default loss, metrics and gradients of
+        precision: where it rounds: a ``Precision`` for all dtypes, or a mapping with one for each.
+            By default it computes in float32, whatever the dtype of its inputs.
+        contract: how the ranks' results are put together. By default loss, metrics and gradients of
             weight and bias are summed over dp and cp, and every tp rank has the same loss.
-        supports: which values each option of the spec may take: ``ANY``, one value, or a tuple of
-            them. An option that is not named stays at its default. And which choices of a scenario
-            it is not given: ``lossgate.Excluded``. The verdict and evidence name them.
+        supports: by option, the values that it may take: ``ANY``, one value, or a tuple of them. An
+            option that is not named stays at its default. By scenario, the choices that the kernel
+            is never given: ``lossgate.Excluded``. The verdict and evidence name them.
         differentiable: the outputs that carry gradients: "loss" (the default, in specs that have
             one), "logprobs", "token_entropy".
         tiles: the sizes at which its loops turn, by dim ("token", "vocab", "hidden"). Problems are
@@ -252,11 +259,11 @@ def candidate(
         exempt: the properties to which it is not held, and why, as in ``{"strided-inputs": "the
             trainer gives contiguous tensors"}``; see ``lossgate list``. The verdict and evidence
             name them.
-        refuses: the kinds of bad input that it refuses by an error: "labels", ids that the
-            vocabulary does not have, at a trained token; "shapes", labels or ids that are one token
-            too short. Property "bad-inputs" holds it to them. Without them, such input is
-            undefined.
-        budgets: the memory and traffic that a call may use; property "budgets" holds it to them.
+        refuses: the kinds of bad input for which it raises an error: "labels" for a label of a
+            trained token that is not in the vocabulary, and "shapes" for labels or ids that are one
+            token too short. Property "bad-inputs" checks that it does. By default it may do
+            anything with such input.
+        budgets: the memory and traffic that a call may use; property "budgets" checks them.
         name: by default the function's.
 
     Raises:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what ``lossgate.candidate`` is given, also against its spec.
+"""Checks the arguments of ``lossgate.candidate``, and whether they fit the spec.
 
-This is done where the declaration is made, so that a slip is reported there, not after minutes
-of work.
+They are checked where a candidate is declared, so that a slip is reported there and not after
+minutes of work.
 """
 
 from collections.abc import Mapping
@@ -29,11 +29,13 @@ REFUSED = ("labels", "shapes")
 _TILED_DIMS = ("token", "vocab", "hidden")
 _LONGEST_NAME = 100
 _NOT_IN_NAMES = ":/\\[]*?\"'`$"
-"""Names are parts of paths, of ids in pytest, of patterns in policies and of command lines."""
+"""Characters that would do harm: names are parts of paths, ids of pytest, patterns of policies, and
+command lines."""
 
 
 def declared(given: Arguments) -> dict[str, Any]:
-    """Returns the fields of a ``Candidate``, by name, but for those of the kernel and its place.
+    """Returns the fields of a ``Candidate``, by name, without those of the kernel and the known
+    failure.
 
     Raises:
         UsageError: if the declaration contradicts itself or the spec.
@@ -62,7 +64,7 @@ def declared(given: Arguments) -> dict[str, Any]:
 
 
 def check_spec(argument: Argument) -> Spec:
-    """Returns a spec that is given as it is or by its name."""
+    """Returns the spec, which may be given by its name."""
     if isinstance(argument.value, Spec):
         check_own_name(argument.value)
         return argument.value
@@ -78,7 +80,7 @@ def _dtypes(argument: Argument) -> tuple[str, ...]:
 
 
 def _differentiable(spec: Spec, argument: Argument) -> tuple[str, ...]:
-    """Returns the outputs that carry gradients; by default the one that the spec requires."""
+    """Returns the outputs that carry gradients; by default the output that the spec requires."""
     if argument.value is None:
         return spec.outputs[:1]
     names = argument.names(spec.outputs, "unknown output")
@@ -94,10 +96,10 @@ def _good_for(argument: Argument) -> str:
 
 
 def _exempt(argument: Argument) -> dict[str, str]:
-    """Returns why the candidate is not held to some properties, by their names.
+    """Returns the reasons for which the candidate is exempt from properties, by property.
 
-    Whether there are such properties is checked where a run is planned: files of candidates may
-    register more.
+    Whether a property exists is checked when a run is planned, because files of candidates may
+    register properties.
     """
     example = "exempt={'strided-inputs': 'the trainer gives contiguous tensors'}"
     reasons = argument.mapping(example)
@@ -115,16 +117,18 @@ def _exempt(argument: Argument) -> dict[str, str]:
 def _refuses(head: str, argument: Argument) -> tuple[str, ...]:
     kinds = argument.names(REFUSED, "unknown kind of bad input")
     if kinds and not HEADS[head].has_logits:
-        raise argument.error(f"a kernel that starts from {head} looks up no labels; leave refuses out")
+        raise argument.error(
+            f"a kernel that starts from {head} needs no labels or ids, so it has no bad ones to refuse; remove refuses="
+        )
     return kinds
 
 
 def _budgets(head: str, argument: Argument) -> Budgets | None:
-    """Returns the budgets, which name dims of the head."""
+    """Returns the budgets, and checks that their dims are those of the head."""
     budgets: Budgets | None = argument.instance(Budgets | None, "lossgate.Budgets(...)")
     if budgets is not None:
-        leaves = HEADS[head].leaves.values()
-        budgets.check_names(tuple(dim for dim in ("vocab", "hidden") if any(dim in dims for dims in leaves)))
+        of_head = {dim for dims in HEADS[head].leaves.values() for dim in dims}
+        budgets.check_names(tuple(dim for dim in ("vocab", "hidden") if dim in of_head))
     return budgets
 
 
@@ -162,25 +166,28 @@ def _precision(spec: Spec, dtypes: tuple[str, ...], argument: Argument) -> dict[
 
 
 def _contract(spec: Spec, head: str, given: Arguments) -> Contract:
-    """Returns the contract, if every metric and gradient that it names exists, and whole sequences
-    are returned only by a candidate that is given them.
+    """Returns the contract, and checks it. Each metric and gradient that it names must exist, and a
+    candidate that returns whole sequences must be given whole sequences.
     """
     own: Contract = given["contract"].instance(Contract | None, "lossgate.Contract(...)") or Contract()
     if own.whole_sequences and given["tokens"].value == "shard":
         raise given["contract"].error(
-            "logprobs has cp='replicate', which is for whole sequences, and tokens='shard' gives a rank its own "
+            "logprobs has cp='replicate', which is for whole sequences, but tokens='shard' gives a rank its own "
             "tokens; declare tokens='rows' or tokens='packed', or leave cp out"
         )
-    parts = Argument("Contract(", "metrics", own.metrics), Argument("Contract(", "grads", own.grads)
-    parts[0].mapping("", spec.metrics, f"spec {spec.name!r} has no metric")
-    parts[1].mapping("", HEADS[head].leaves, f"head {head!r} has no gradient of")
-    for name, metric in parts[0].items():
+    metrics = Argument("Contract(", "metrics", own.metrics)
+    grads = Argument("Contract(", "grads", own.grads)
+    metrics.mapping("", spec.metrics, f"spec {spec.name!r} has no metric")
+    grads.mapping("", HEADS[head].leaves, f"head {head!r} has no gradient of")
+    for name, metric in metrics.items():
         _check_one_reduction(spec, name, own, metric)
     return own
 
 
 def _check_one_reduction(spec: Spec, metric: str, contract: Contract, argument: Argument) -> None:
-    """Checks that a metric's parts are not added over one axis and compared over another."""
+    """Checks that a metric whose minimum or maximum is taken over one axis has no other reduction
+    over another axis.
+    """
     placements = contract.placements(metric_output(metric), spec.metrics[metric].reduction)
     reductions = sorted({placement for placement in placements.values() if placement != "replicate"})
     if len(reductions) > 1 and {"min", "max"} & set(reductions):
@@ -199,34 +206,36 @@ def name_of(kernel: Any, name: str | None) -> str:
     if not callable(kernel):
         raise UsageError(f"candidate(...) decorates {shown(kernel)}; expected a function of inputs, options and mesh")
     own = name if name is not None else getattr(kernel, "__name__", None)
-    if own in (None, "<lambda>"):
-        what = "lambda" if own else type(kernel).__name__
-        raise UsageError(f"candidate(...) decorates a {what}, which has no name; give it one: candidate(name=...)")
+    if own is None or own == "<lambda>":
+        kind = type(kernel).__name__ if own is None else "lambda"
+        raise UsageError(f"candidate(...) decorates a {kind}, which has no name; give it one: candidate(name=...)")
     _name(Argument("candidate(", "name", own))
     return own
 
 
 def _name(argument: Argument) -> str | None:
-    """Returns the name, or None for the function's."""
+    """Returns the name; None if the candidate takes that of its function."""
     name: str | None = argument.instance(str | None, "a string, such as name='my_kernel'")
     if name is not None and (problem := _problem_of_name(name)):
         raise argument.error(
-            f"{problem}; expected up to {_LONGEST_NAME} characters that are none of {' '.join(_NOT_IN_NAMES)}, as in "
-            f"file.py:NAME; write name={_mended(name)!r}"
+            f"{problem}; expected up to {_LONGEST_NAME} characters that are none of {' '.join(_NOT_IN_NAMES)}; "
+            f"write name={_mended(name)!r}"
         )
     return name
 
 
 def _problem_of_name(name: str) -> str:
-    """Returns what is wrong with a name, in words; it is empty if nothing is."""
+    """Describes what is wrong with a name; "" if nothing is."""
     if not name.strip():
         return "it names nothing"
     if len(name) > _LONGEST_NAME:
         return f"it has {len(name)} characters"
     if name != name.strip():
         return "it begins or ends with a blank"
-    odd = next((letter for letter in name if letter in _NOT_IN_NAMES or not letter.isprintable()), "")
-    return f"it has {odd!r}" if odd else ""
+    for letter in name:
+        if letter in _NOT_IN_NAMES or not letter.isprintable():
+            return f"it has {letter!r}"
+    return ""
 
 
 def _mended(name: str) -> str:

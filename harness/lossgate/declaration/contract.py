@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks' results make the whole."""
+"""How the results of ranks are put together."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,18 +19,19 @@ _EXAMPLES = {"metrics": "{'entropy': {'dp': 'avg'}}", "grads": "{'weight': {'dp'
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """How local results make the global one, in DTensor's words, axis by axis.
+    """How the results of ranks are put together along each axis, in the words of DTensor.
 
-    ``"replicate"``: every rank has it, which is checked bit by bit. ``"sum"``, ``"avg"``: it is the
-    sum or the mean over the ranks. ``"min"``, ``"max"``: likewise, for metrics. What is left out
-    keeps its default: loss and metrics are summed over dp and cp (an extremum stays one) and
-    replicated over tp; so are the gradients of weight and bias; the gradient of the hidden states
-    is replicated over tp.
+    With ``"replicate"`` every rank has the same result, which is checked bit by bit. With
+    ``"sum"``, ``"avg"``, ``"min"`` or ``"max"`` the whole is the sum, mean, minimum or maximum over
+    the ranks; the last two are for metrics. An axis that is left out keeps its default. By default,
+    the loss and the gradients of weight and bias are summed over dp and cp, metrics are summed or
+    their extremum is taken over dp and cp, and all of these and the gradient of the hidden states
+    are replicated over tp.
 
-    Every rank's loss gets the same upstream gradient, as if a trainer called ``loss.backward()`` on
-    each. Along an axis that splits a tensor's own dim, its gradient is concatenated. There
-    ``"avg"`` divides by the axis's size, for kernels that leave that factor to the optimizer
-    (Megatron-LM, FSDP).
+    The loss of every rank gets the same upstream gradient, as if a trainer called
+    ``loss.backward()`` on each. Along an axis that splits a dim of an input, the parts of its
+    gradient are concatenated. There ``"avg"`` also divides by the number of ranks, for kernels that
+    leave this factor to the optimizer (Megatron-LM, FSDP).
 
     Raises:
         UsageError: if an axis or placement is unknown, or "min" or "max" is used for anything but a
@@ -38,19 +39,19 @@ class Contract:
     """
 
     loss: Placements = field(default_factory=dict)
-    """Of the loss, by axis, such as ``{"dp": "avg"}``. By default ``{"dp": "sum", "cp": "sum",
+    """For the loss, by axis, such as ``{"dp": "avg"}``. By default ``{"dp": "sum", "cp": "sum",
     "tp": "replicate"}``."""
     logprobs: Placements = field(default_factory=dict)
-    """Of log-probabilities, and of entropies if the spec has them. dp and cp split them, and each
-    tp rank has the same. A candidate that is given whole sequences may say ``{"cp": "replicate"}``,
-    and return whole sequences on every cp rank."""
+    """For log-probabilities, and for entropies if the spec has them. By default dp and cp split
+    them, and each tp rank has the same. A candidate that is given whole sequences may declare
+    ``{"cp": "replicate"}`` and return whole sequences on every cp rank."""
     metrics: Mapping[str, Placements] = field(default_factory=dict)
-    """By the name of the metric, such as ``{"entropy": {"dp": "avg"}}``. By default what ``lossgate
-    list SPEC`` says over dp and cp, and each tp rank has the same."""
+    """By the name of the metric, such as ``{"entropy": {"dp": "avg"}}``. The default over dp and cp
+    is what ``lossgate list SPEC`` says, and each tp rank has the same."""
     grads: Mapping[str, Placements] = field(default_factory=dict)
     """By the name of the input, such as ``{"weight": {"dp": "avg"}}``: "hidden", "weight", "bias",
-    "logits", ... What is left out is summed over each of dp and cp, and the same on each tp rank,
-    unless the axis splits the input."""
+    "logits", ... By default a gradient is summed over dp and cp, and the same on each tp rank,
+    except along an axis that splits the input."""
 
     def __post_init__(self) -> None:
         given = arguments("Contract(", vars(self))
@@ -67,11 +68,11 @@ class Contract:
         return self.logprobs.get("cp") == "replicate"
 
     def placements(self, output: Output, reduction: Literal["sum", "min", "max"] = "sum") -> Placements:
-        """Returns how the ranks' parts of an output make the whole.
+        """Returns by axis how the ranks' parts of an output are put together.
 
         Args:
             output: the output.
-            reduction: of a metric, the spec's, over the ranks that share the batch.
+            reduction: the spec's reduction of a metric over the ranks that share the batch.
         """
         if output.kind == "loss":
             return {**_DEFAULT, **self.loss}

@@ -16,7 +16,7 @@ from lossgate.declaration.modules import kept_in, load_module, made_in
 from lossgate.losses import SPECS, find_spec, known_names
 from lossgate.specs.spec import Spec
 
-_AT_IMPORT = "out of functions and of if __name__ == '__main__', which an import does not reach"
+_AT_IMPORT = "outside of functions and of if __name__ == '__main__', which an import does not run"
 
 
 def load_candidates(target: str) -> list[Candidate]:
@@ -43,33 +43,36 @@ def load_all_candidates(targets: Sequence[str]) -> list[Candidate]:
     """Loads the candidates of several targets, as ``load_candidates`` does, each of them once.
 
     Raises:
-        UsageError: also if verdicts of two of them would read alike: their names and those of their
-            specs are the same, and the specs are not.
+        UsageError: also if the verdicts of two candidates could not be told apart, because they
+            have the same name, and different specs with the same name.
     """
     once: dict[tuple[str, str], Candidate] = {}
-    for candidate in (candidate for target in targets for candidate in load_candidates(target)):
-        once.setdefault(_place(candidate), candidate)
+    for target in targets:
+        for candidate in load_candidates(target):
+            once.setdefault(_place(candidate), candidate)
     found = list(once.values())
     known: dict[tuple[str, str], Candidate] = {}
     for candidate in found:
         other = known.setdefault((candidate.name, candidate.spec.name), candidate)
         if not _is_same(other.spec, candidate.spec):
             raise UsageError(
-                f"{other.source} and {candidate.source} have one name, and two specs that are both named "
-                f"{candidate.spec.name!r}; rename a candidate or a spec, or verify one after the other"
+                f"{other.source} and {candidate.source} have the same name, and their specs differ but are both named "
+                f"{candidate.spec.name!r}; rename a candidate or a spec, or verify them in separate runs"
             )
     return found
 
 
 def _place(candidate: Candidate) -> tuple[str, str]:
-    """Returns the file and name of a candidate, whether its file, path or module was named."""
+    """Returns the file and the name of a candidate. They are the same if it was loaded by a
+    module's name or by another path.
+    """
     location, _, name = candidate.source.rpartition(":")
     file = getattr(load_module(location), "__file__", None)
     return str(Path(file).resolve()) if file else location, name
 
 
 def _check_specs(location: str, specs: Sequence[Spec]) -> None:
-    """Refuses candidates of two losses with one name: readers of verdicts can't tell them apart."""
+    """Refuses two losses with the same name, because readers of verdicts can't tell them apart."""
     known: dict[str, Any] = {}
     for spec in specs:
         if known.setdefault(spec.name, spec.function) is not spec.function:
@@ -77,9 +80,9 @@ def _check_specs(location: str, specs: Sequence[Spec]) -> None:
 
 
 def load_specs(target: str) -> list[Spec]:
-    """Loads specs, in the order of their definition: those that a file or module makes.
+    """Loads the specs that a file or module makes, in the order of their definition.
 
-    Those that it imports from lossgate are not its own.
+    Specs that it imports from lossgate are not among them.
 
     Args:
         target: ``file.py`` or ``package.module`` for all, ``file.py:name`` or
@@ -119,7 +122,7 @@ def load_declared(target: str) -> tuple[list[Candidate], list[Spec]]:
 
 
 def _split(target: str) -> tuple[str, str]:
-    """Returns the file or module of a target, and the name in it; empty for all."""
+    """Returns the file or module of a target, and the name in it; "" for all names."""
     location, colon, name = target.rpartition(":") if ":" in target else (target, "", "")
     if not location.strip() or (colon and not name):
         raise UsageError(f"{target!r} names nothing; expected FILE.py, FILE.py:NAME, a module, or MODULE:NAME")
@@ -130,8 +133,9 @@ def _candidates_in(location: str) -> dict[str, Candidate]:
     module = load_module(location)
     kept = [value for value in kept_in(module) if isinstance(value, Candidate)]
     made = made_in(module)
+    unchanged = [one.what for one in made if not _is_changed(one.what, kept)]
     found: dict[str, Candidate] = {}
-    for candidate in (*(one.what for one in made if not _is_changed(one.what, kept)), *kept):
+    for candidate in (*unchanged, *kept):
         if found.setdefault(candidate.name, candidate) is not candidate:
             lines = dict.fromkeys(str(one.line) for one in made if one.what.name == candidate.name)
             where = f" (line {' and line '.join(lines)})" if lines else ""
@@ -144,15 +148,16 @@ def _candidates_in(location: str) -> dict[str, Candidate]:
 
 
 def _is_changed(made: Candidate, kept: Sequence[Candidate]) -> bool:
-    """Returns whether a changed copy of a candidate, ``replace(made, ...)``, stands in its place.
+    """Returns whether a module keeps a changed copy of a candidate, made by ``replace(made, ...)``.
 
-    A copy shares what the declaration made for this candidate alone.
+    A copy still shares mappings with the candidate, and every declaration makes its own mappings.
     """
-    own = ("precision", "supports", "tiles", "exempt")
-    return any(
-        one is not made and one.kernel is made.kernel and any(getattr(one, f) is getattr(made, f) for f in own)
-        for one in kept
-    )
+    mappings = ("precision", "supports", "tiles", "exempt")
+    for one in kept:
+        may_be_copy = one is not made and one.kernel is made.kernel
+        if may_be_copy and any(getattr(one, name) is getattr(made, name) for name in mappings):
+            return True
+    return False
 
 
 def _specs_in(location: str) -> dict[str, Spec]:
@@ -164,7 +169,7 @@ def _specs_in(location: str) -> dict[str, Spec]:
 
 
 def _is_made_in(spec: Spec, location: str) -> bool:
-    """Returns whether a built-in spec is that of a module, and not imported by it."""
+    """Returns whether a module defines a built-in spec, and does not import it."""
     return getattr(spec.function, "__module__", "") == location
 
 
@@ -172,8 +177,10 @@ def is_name_of_a_spec(target: str) -> bool:
     """Returns whether a target can only be the name of a spec, not a file or module."""
     if target in known_names():
         return True
-    here = Path(target).is_dir() or Path(f"{target}.py").is_file()  # the error says how Python finds it
-    return target.isidentifier() and not here and importlib.util.find_spec(target) is None
+    # Python may not look in this folder. It is a module all the same: the error tells how to find
+    # it.
+    is_here = Path(target).is_dir() or Path(f"{target}.py").is_file()
+    return target.isidentifier() and not is_here and importlib.util.find_spec(target) is None
 
 
 def find_specs(target: str) -> list[Spec]:
@@ -186,18 +193,18 @@ def find_specs(target: str) -> list[Spec]:
 
 
 def load_candidate(source: str) -> Candidate:
-    """Loads the one candidate of a source, the same object each time; unpickling calls it."""
+    """Loads the candidate of a source. It is the same object each time. Unpickling calls this."""
     return _load_candidate(*absolute_source(source).rsplit(":", 1))
 
 
 def absolute_source(source: str) -> str:
-    """Returns the same source for a process with any working folder."""
+    """Returns the source in a form that does not depend on the working folder of a process."""
     location, _, name = source.rpartition(":")
     return f"{Path(location).resolve() if location.endswith('.py') else location}:{name}"
 
 
 def check_source(candidate: Candidate) -> None:
-    """Refuses a candidate that other processes could not load, or would take another one for.
+    """Refuses a candidate if other processes can't load it, or would load a different one.
 
     Raises:
         UsageError: if the candidate's source does not hold it.
@@ -205,12 +212,12 @@ def check_source(candidate: Candidate) -> None:
     location = candidate.source.rpartition(":")[0]
     if not _is_loadable(location):
         raise UsageError(
-            f"candidate {candidate.name!r} was made in {location}, as in a notebook or on standard input, and other "
-            "processes can't load it from there; save it in a file that ends in .py, with its spec if that is yours, "
+            f"candidate {candidate.name!r} was made in {location}, such as a notebook or standard input. Other "
+            "processes can't load it from there; save it in a .py file, with its spec if you wrote that, "
             "or run in world 'simulated' with one job"
         )
     loaded = load_candidate(candidate.source)
-    way_out = "define it at the top of a module, or run in world 'simulated' with one job"
+    way_out = "define the candidate at the top of a module, or run in world 'simulated' with one job"
     if loaded.name != candidate.name:
         raise UsageError(f"{candidate.source} holds {loaded.name!r}, not {candidate.name!r}; {way_out}")
     declared = [f.name for f in fields(Candidate) if f.name not in ("kernel", "spec", "source")]
@@ -221,7 +228,7 @@ def check_source(candidate: Candidate) -> None:
         changed.append("spec")
     if changed:
         raise UsageError(
-            f"candidate {candidate.name!r} is a copy with another {changed[0]} than {candidate.source} holds; {way_out}"
+            f"candidate {candidate.name!r} differs in its {changed[0]} from the one in {candidate.source}; {way_out}"
         )
 
 
@@ -242,13 +249,17 @@ def _is_loadable(location: str) -> bool:
 
 
 def _is_same(spec: Spec, loaded: Spec) -> bool:
-    """Returns whether two specs are one, which may be loaded twice."""
+    """Returns whether two specs are the same, even if their source was loaded twice."""
+    if spec is loaded:
+        return True
     same = spec.name == loaded.name and spec.options == loaded.options and spec.uses == loaded.uses
-    return spec is loaded or (same and _code(spec.function) == _code(loaded.function))
+    return same and _code(spec.function) == _code(loaded.function)
 
 
 def _code(function: Any) -> Any:
-    """Returns what is equal for two functions of one source, which may be loaded twice."""
+    """Returns the code of a function, which is equal if its source was loaded twice. For other
+    callables it is the type.
+    """
     return getattr(function, "__code__", type(function))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imports the files and modules that users name, and notes which candidates they make.
 
-A file is imported as if it were run: it finds its neighbours. It can't end this process, and what
-goes wrong is an error of one line.
+A file can import its neighbours, as if it were run. If it fails, or tries to end this process, that
+is reported as an error of one line.
 """
 
 import importlib
@@ -22,15 +22,15 @@ from lossgate.base.errors import UsageError
 from lossgate.base.spelling import shown
 
 _before: list[Callable[[str], object]] = []
-"""What is called with each location before it is imported."""
+"""Functions that are called with each location before it is imported."""
 
 
 @contextmanager
 def before_imports(check: Callable[[str], object]) -> Generator[None]:
-    """Has a function called with each file or module before it is imported here.
+    """Calls a function with each file or module before this process imports it.
 
     Args:
-        check: may raise an error, so that it is not imported.
+        check: the function. It may raise an error to prevent the import.
     """
     _before.append(check)
     try:
@@ -43,7 +43,7 @@ def load_module(location: str) -> ModuleType:
     """Loads a file ending in .py, once, or a module by its name.
 
     Raises:
-        UsageError: if there is none, or it can't be imported.
+        UsageError: if there is no such file or module, or it can't be imported.
     """
     if location.endswith(".py"):
         return _load_file(Path(location))
@@ -74,23 +74,25 @@ def _no_such_module(location: str) -> UsageError:
     if path.is_dir():
         inside = sorted(path.glob("*.py"))
         way_out = f"name the files in it, such as {inside[0]}" if inside else "it has no file that ends in .py"
-        return UsageError(f"{location}: no such module, and the folder of that name is none; {way_out}")
+        return UsageError(f"{location}: no such module, and the folder of that name is no package; {way_out}")
     if path.is_file():
-        return UsageError(f"{location} does not end in .py; save the kernels in a file that does, with their own spec")
+        return UsageError(f"{location} does not end in .py; save the kernels, with their own spec, in a file that does")
     return UsageError(
         f"{location}: no such module; expected a file ending in .py or an importable module{_unsearched(location)}"
     )
 
 
 def _is_of(location: str, module: str) -> bool:
-    """Returns whether a module is one that a location names: itself, or a package of it."""
+    """Returns whether a module is the one at a location, or a package that contains it."""
     return f"{location}.".startswith(f"{module}.")
 
 
 def _unsearched(location: str) -> str:
-    """Returns what to do about a module of the working folder, where Python need not look."""
+    """Returns advice about a module in this folder if Python does not look there; else ""."""
     top, here = location.partition(".")[0], Path.cwd()
-    if not ((here / top).is_dir() or (here / f"{top}.py").is_file()) or {"", str(here)} & {*sys.path}:
+    is_here = (here / top).is_dir() or (here / f"{top}.py").is_file()
+    is_searched = "" in sys.path or str(here) in sys.path
+    if not is_here or is_searched:
         return ""
     return f". {top} lies in this folder, where Python does not look: install it, or set PYTHONPATH=."
 
@@ -122,19 +124,20 @@ def _load_file(file: Path) -> ModuleType:
 
 
 class _Ended(BaseException):
-    """In place of the end of this process."""
+    """Raised by ``os._exit`` while a file is imported, so that this process does not end."""
 
 
 @contextmanager
 def _guarded(location: str) -> Generator[None]:
-    """Has the end of an import be an error of the file, whatever ended it.
+    """Turns whatever ends an import into an error about the file.
 
-    ``os._exit`` would end this process at once, with an exit code that is a verdict: 0 is AGREE.
-    So it raises meanwhile, but not where lossgate itself calls it, as at a signal, nor in a process
-    that the file has forked.
+    ``os._exit`` would end this process at once, and its exit code would be read as a verdict: 0 is
+    AGREE. So it raises an exception while a file is imported, unless lossgate itself calls it, as
+    at a signal, or a process that the file has forked. A file that catches this exception is
+    imported to its end.
 
     Raises:
-        UsageError: if the import raised anything but ``KeyboardInterrupt``, or called ``os._exit``.
+        UsageError: if the import raised an exception other than ``KeyboardInterrupt``.
     """
     process, own_exit = os.getpid(), os._exit
 
@@ -156,7 +159,7 @@ def _guarded(location: str) -> Generator[None]:
 
 
 def _problem(location: str, error: BaseException) -> str:
-    """Returns what an import raised, where, and what to do."""
+    """Describes the exception that an import raised, with its line and the way out."""
     message, at = " ".join(str(error).split()), _line(location, error)
     if isinstance(error, _Ended | SystemExit):
         call = message if isinstance(error, _Ended) else f"sys.exit({shown(error.code)})"
@@ -173,9 +176,10 @@ def _problem(location: str, error: BaseException) -> str:
 
 
 def _line(location: str, error: BaseException) -> str:
-    """Returns the line of the file that was at work, in words."""
-    at = [frame.lineno for frame in extract_tb(error.__traceback__) if Path(frame.filename).name == Path(location).name]
-    return f", on line {at[-1]}" if at else ""
+    """Returns in words the line of a file that led to an error; "" if no line of it did."""
+    frames = extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).name == Path(location).name]
+    return f", on line {lines[-1]}" if lines else ""
 
 
 # Neighbours
@@ -188,8 +192,8 @@ _NEIGHBOURS: dict[str, Path] = {}
 def _neighbours_of(file: Path) -> Generator[None]:
     """Lets a file import its neighbours, as if it were run.
 
-    A file of candidates steps aside for an installed package of its name: ``liger_kernel.py``
-    imports what it wraps, and not itself. It is loaded by its path, and needs no name.
+    A file of candidates may have the name of the package that it wraps. In ``liger_kernel.py``,
+    ``import liger_kernel`` gives the installed package. The file itself is loaded by its path.
     """
     folder = file.parent
     _forget_namesakes(folder)
@@ -201,11 +205,12 @@ def _neighbours_of(file: Path) -> Generator[None]:
     finally:
         sys.meta_path.remove(steps_aside)  # pyright: ignore[reportArgumentType]
         sys.path.remove(str(folder))
-        _NEIGHBOURS.update({top: folder for top in map(_top, set(sys.modules) - before) if _stands_in(folder, top)})
+        imported = {_top(name) for name in set(sys.modules) - before}
+        _NEIGHBOURS.update({top: folder for top in imported if _stands_in(folder, top)})
 
 
 class _StepsAside:
-    """Finds the installed package of a name that a file of candidates in a folder has, too."""
+    """A finder that prefers an installed package to a file of candidates with the same name."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -222,9 +227,10 @@ class _StepsAside:
 
 
 def _forget_namesakes(folder: Path) -> None:
-    """Forgets the neighbours of other files that have the name of one in this folder.
+    """Forgets modules of other folders whose name a module in this folder has, too.
 
-    Else its files would get those: the spec in the losses.py of another folder, say.
+    Otherwise a file in this folder that imports ``losses``, for example, would get the losses.py of
+    another folder.
     """
     for name in [*sys.modules]:
         top = _top(name)
@@ -238,7 +244,7 @@ def _top(module: str) -> str:
 
 
 def _stands_in(folder: Path, top: str) -> bool:
-    """Returns whether a module or package is one of a folder's own, not of a folder below it."""
+    """Returns whether a module or package lies directly in a folder."""
     file = getattr(sys.modules.get(top), "__file__", None)
     return file is not None and Path(file).resolve() in (folder / f"{top}.py", folder / top / "__init__.py")
 
@@ -248,7 +254,7 @@ def _stands_in(folder: Path, top: str) -> bool:
 
 _KEY = "__lossgate_made__"
 _DEPTH = 3
-"""How deep lists and mappings of a module are looked into. One may hold itself."""
+"""How many levels of nested lists and mappings are searched. A list may hold itself."""
 
 
 class MadeCandidate(NamedTuple):
@@ -259,19 +265,18 @@ class MadeCandidate(NamedTuple):
 
 
 def note_made(what: Any) -> None:
-    """Notes a candidate in the module whose import makes it, if there is one.
+    """Notes a candidate in the module whose import makes it, if an import does.
 
-    So one in a list, of a loop or of a class is found as well as one at the top of the file, and
-    one that a second function of its name replaces is not lost without a word.
-
-    The program that was started is none: its candidates are made anew whenever it calls a function.
+    So lossgate also finds candidates that a loop or a class makes, and it reports two functions of
+    the same name. The main program does not count as a module here, because its functions may make
+    the same candidates anew.
     """
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)  # where the decorator is applied
     while frame is not None and frame.f_code.co_name != "<module>":
         frame = frame.f_back
     if frame is None or frame.f_globals.get("__name__") == "__main__":
         return
-    spec = frame.f_globals.get("__spec__")  # another one if the module is imported again
+    spec = frame.f_globals.get("__spec__")  # it is a new object if the module is imported again
     known = frame.f_globals.get(_KEY)
     if known is None or known[0] is not spec:
         known = frame.f_globals[_KEY] = (spec, [])
@@ -279,12 +284,13 @@ def note_made(what: Any) -> None:
 
 
 def made_in(module: ModuleType) -> list[MadeCandidate]:
-    """Returns what a module made while it was imported, in order."""
-    return list(vars(module).get(_KEY, (None, ()))[1])
+    """Returns the candidates that a module made while it was imported, in order."""
+    _, made = vars(module).get(_KEY, (None, ()))
+    return list(made)
 
 
 def kept_in(module: ModuleType) -> Iterator[Any]:
-    """Yields the values that a module has names for, and those in its lists and mappings."""
+    """Yields the named values of a module, and the values in its lists and mappings."""
     for name, value in [*vars(module).items()]:
         if name != _KEY:
             yield from _values(value, _DEPTH)
@@ -293,5 +299,6 @@ def kept_in(module: ModuleType) -> Iterator[Any]:
 def _values(value: Any, depth: int) -> Iterator[Any]:
     yield value
     if depth and type(value) in (list, tuple, dict, set, frozenset):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _values(each, depth - 1)
+        parts = value.values() if isinstance(value, Mapping) else value
+        for part in parts:
+            yield from _values(part, depth - 1)

@@ -20,8 +20,8 @@ class Precision:
 
     All arithmetic in between is assumed to be in float32.
 
-    Declare what the kernel does. A finer dtype than it uses ends in DISAGREE; a coarser one makes
-    the verdict less sharp.
+    Declare the dtypes that the kernel really uses. If you declare a finer dtype, the kernel ends in
+    DISAGREE; if you declare a coarser one, the judge sees less.
 
     Raises:
         UsageError: if a dtype or a word is unknown, a number is not positive, or
@@ -33,9 +33,10 @@ class Precision:
     logsumexp: str = "float32"
     """The sum of exponentials over the vocabulary, and its logarithm."""
     logprobs: str = "float32"
-    """The log-softmax, from which log-probabilities are read and backward rebuilds the softmax."""
+    """The log-softmax. Log-probabilities are read from it, and backward computes the softmax from
+    it."""
     entropy: str = "float32"
-    """Entropies, and each of the terms that are added up to one."""
+    """Entropies, and each of the terms that add up to an entropy."""
     dlogits: str = "float32"
     """The gradient of the logits, before it is multiplied by weight and hidden states. At head
     "logits" it is an output."""
@@ -51,15 +52,15 @@ class Precision:
     """Rows of the vocabulary per step of that running sum, counted on each rank; None for a single
     step. It matters only if ``accumulate_hidden`` is coarser than float32."""
     reduce: str = "float32"
-    """What the kernel all-reduces of the hidden states' gradient over tp."""
+    """The parts of the hidden states' gradient that the kernel all-reduces over tp."""
     loss: str = "float32"
-    """The stage from log-probabilities to loss and back. Kernels may cast log-probabilities and
-    other inputs to it as they enter."""
+    """The stage from log-probabilities to the loss and back. Kernels may cast log-probabilities and
+    other inputs to this dtype as they enter the stage."""
     returned: str | Mapping[str, str] | None = field(default=None, hash=False)
-    """What is returned: one dtype for all, or a mapping from the names of outputs and metrics. By
-    default, and for names that are left out, it is that of ``loss``. It says nothing of how loss
-    and metrics are computed. Log-probabilities and entropies are rounded to it, and before that to
-    ``logprobs`` and ``entropy`` alone."""
+    """The dtype of outputs and metrics as they are returned: one for all, or a mapping by name. By
+    default, and for names that are left out, it is that of ``loss``. Loss and metrics are not
+    computed in it. Log-probabilities and entropies are rounded to ``logprobs`` and ``entropy``, and
+    then only to this dtype."""
     products: Literal["float32", "tf32"] = "float32"
     """How the factors of products are rounded: not at all, or to the 10 bits of TF32, as
     ``torch.backends.cuda.matmul.allow_tf32`` and Triton's ``tl.dot`` do with float32."""
@@ -74,19 +75,20 @@ class Precision:
         for name, given in arguments("Precision(", vars(self)).items():
             if name == "grads_in_forward":
                 given.truth()
-            elif name in _COUNTED and given.value is not None:
-                given.count(f"a positive number of {_COUNTED[name]}, or None")
+            elif name in _COUNTED:
+                if given.value is not None:
+                    given.count(f"a positive number of {_COUNTED[name]}, or None")
             elif name in _WORDS:
                 given.one_of(_WORDS[name])
             elif name == "returned":
                 given.instance(str | Mapping | None, "a dtype, or a mapping such as {'logprobs': 'float32'}")
                 for dtype in self._named_dtypes.values():
                     given.known(dtype, DTYPES, "unknown dtype", nearest_dtype)
-            elif name not in _COUNTED:
+            else:
                 given.one_of(DTYPES, near=nearest_dtype)
 
     def dtype_of(self, name: str) -> str:
-        """Returns the dtype in which an output or metric of a name is returned."""
+        """Returns the dtype in which the output or metric of a name is returned."""
         given = self._named_dtypes
         return given.get(name, given.get("", self.loss))
 
@@ -94,10 +96,10 @@ class Precision:
         """Checks the names in ``returned``.
 
         Args:
-            known: outputs and metrics of the spec.
+            known: the outputs and metrics of the spec.
 
         Raises:
-            UsageError: if a name is none of these.
+            UsageError: if a name is unknown.
         """
         given = Argument("Precision(", "returned", self.returned)
         for name in self._named_dtypes:
@@ -110,12 +112,12 @@ class Precision:
         return {"": self.returned} if isinstance(self.returned, str) else self.returned or {}
 
     def coarsest(self, dtype: str, stages: Iterable[str]) -> RoundedTo:
-        """Returns the coarsest format of what a loss is computed from: the name of a dtype, or
-        "tf32".
+        """Returns the coarsest format to which the inputs of the loss are rounded: the name of a
+        dtype, or "tf32".
 
         Args:
             dtype: of the kernel's inputs.
-            stages: the names of those that the kernel has.
+            stages: the names of the stages that the kernel has.
         """
         names: Any = (dtype, *(getattr(self, stage) for stage in stages))
         return coarsest_of(names)
@@ -125,8 +127,8 @@ class Precision:
 
         Args:
             dtype: of the kernel's inputs.
-            caller_reduces_hidden: the parts of the hidden states' gradient are returned in the
-                inputs' dtype and added up over tp by the caller.
+            caller_reduces_hidden: whether the kernel returns the parts of the hidden states'
+                gradient in the inputs' dtype, and its caller adds them up over tp.
         """
         return Stages(
             inputs=FLOAT_FORMATS[dtype],

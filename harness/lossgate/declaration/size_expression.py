@@ -30,9 +30,9 @@ _ALLOWED = "numbers, names, + - * / // %, comparisons, and " + ", ".join(FUNCTIO
 
 @dataclass(frozen=True)
 class SizeExpression:
-    """An expression of named dims. It is read, never executed as Python.
+    """An expression of named dims. It is parsed, and never executed as Python.
 
-    A comparison counts as 1 if it holds, and as 0 if not.
+    A comparison has the value 1 if it holds, and 0 if not.
 
     Raises:
         UsageError: if the text is no such expression.
@@ -58,13 +58,13 @@ class SizeExpression:
         return tuple(dict.fromkeys(_names(self._tree)))
 
     def value(self, sizes: Mapping[str, float]) -> float:
-        """Returns the number that it stands for.
+        """Returns the value of the expression.
 
         Args:
-            sizes: of each dim that it names.
+            sizes: the size of each dim that it names.
 
         Raises:
-            UsageError: if it is no number there.
+            UsageError: if it has no finite value of at least 0 for these sizes.
         """
         given = ", ".join(f"{name} {sizes[name]:g}" for name in self.names) or "any sizes"
         try:
@@ -80,14 +80,14 @@ class SizeExpression:
 
 
 def _names(node: ast.expr) -> Iterator[str]:
-    """Yields the names in an expression, without those of functions."""
-    called = {id(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
-    names = [n for n in ast.walk(node) if isinstance(n, ast.Name) and id(n) not in called]
-    yield from (n.id for n in sorted(names, key=lambda n: (n.lineno, n.col_offset)))
+    """Yields the names of dims in an expression, in order."""
+    functions = {id(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
+    dims = [n for n in ast.walk(node) if isinstance(n, ast.Name) and id(n) not in functions]
+    yield from (n.id for n in sorted(dims, key=lambda n: (n.lineno, n.col_offset)))
 
 
 def _problem(node: ast.AST) -> str | None:
-    """Returns what is wrong with a node, in words."""
+    """Describes what is wrong with a node; None if nothing is."""
     match node:
         case ast.Constant(value=value):
             return None if type(value) in (int, float) else f"the value {value!r}"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``supports`` may say: every value of an option, or what a kernel is never given, and why."""
+"""The values that ``supports`` may have: those of options, and the excluded choices of
+scenarios."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from lossgate.specs.spec import Spec
 
 
 class AnyValue:
-    """The type of ``ANY``: in ``supports``, every value that the spec allows."""
+    """The type of ``ANY``, which stands in ``supports`` for every value that the spec allows."""
 
     def __repr__(self) -> str:
         return "lossgate.ANY"
@@ -31,18 +32,18 @@ _EXAMPLE = "lossgate.Excluded('extreme', because='the trainer clamps log-ratios'
 
 @dataclass(frozen=True, init=False)
 class Excluded:
-    """In ``supports``: choices of a scenario that problems do not have, and why.
+    """In ``supports``: choices of a scenario that the kernel is never given, and why.
 
     For example::
 
         supports={"ratios": lossgate.Excluded("extreme", because="the trainer clamps log-ratios")}
 
-    What is excluded is not verified: the verdict, evidence and the gate name it, with the reason.
-    The scenarios of a spec are those that ``lossgate list SPEC`` shows. One more is the same for
-    every spec: ``"empty"``, with the choices "sequence" and "rank".
+    Excluded choices are not verified. The verdict, evidence and the gate name them, with the
+    reason. ``lossgate list SPEC`` shows the scenarios of a spec. Every spec also has the scenario
+    ``"empty"``, with the choices "sequence" and "rank".
 
     Args:
-        choices: those that are left out.
+        choices: the choices that are left out.
         because: why the kernel is never given them, in one line.
 
     Raises:
@@ -53,7 +54,7 @@ class Excluded:
     because: str
 
     def __init__(self, *choices: str, because: str) -> None:
-        call = f"Excluded({', '.join(map(repr, choices))}{', ' if choices else ''}because={because!r})"
+        call = f"Excluded({', '.join([*map(repr, choices), f'because={because!r}'])})"
         if not choices or not all(isinstance(choice, str) for choice in choices):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(f"{call}: expected the choices that are left out, such as {_EXAMPLE}")
         if not is_line(because):
@@ -63,15 +64,15 @@ class Excluded:
 
 
 def supported_and_excluded(spec: Spec, supports: Argument) -> tuple[dict[str, Any], dict[str, Excluded]]:
-    """Returns what ``supports`` says of options, and what it says of scenarios, by name.
+    """Returns the supported values of options, and the excluded choices of scenarios, by name.
 
     Args:
         spec: of the candidate.
         supports: the argument.
 
     Raises:
-        UsageError: if an option, its value, a scenario or its choice is unknown; if one is given
-            what is for the other; or if no choice is left.
+        UsageError: if an option, its value, a scenario or its choice is unknown; if an option is
+            given ``Excluded`` or a scenario anything else; or if no choice of a scenario is left.
     """
     supports.mapping("supports={'temperature': lossgate.ANY}")
     options, excluded = dict[str, Any](), dict[str, Excluded]()
@@ -81,7 +82,7 @@ def supported_and_excluded(spec: Spec, supports: Argument) -> tuple[dict[str, An
         elif isinstance(given.value, Excluded):
             raise given.error(
                 f"{name!r} is no scenario of spec {spec.name!r}; {nearest(name, spec.situations)}. "
-                "Of an option, name the values that are supported"
+                "For an option, name the supported values"
             )
         else:
             given.known(name, spec.supported_options, f"spec {spec.name!r} has no option")
@@ -93,13 +94,14 @@ def _excluded(situation: Option, given: Argument) -> Excluded:
     known = tuple(dict.fromkeys((*situation.choices, *situation.on_request)))
     excluded: Excluded = given.instance(
         Excluded,
-        f"lossgate.Excluded(..., because='...') with one of {', '.join(known)}: it is a scenario, of which choices are "
-        "left out with a reason",
+        f"lossgate.Excluded(..., because='...') with one of {', '.join(known)}, because it is a scenario",
     )
     for choice in excluded.choices:
         given.known(choice, known, "the scenario has no choice")
+    # The default of scenario "empty" is none of its choices, and is left if all of these are
+    # excluded.
     if situation.default in known and set(known) <= set(excluded.choices):
-        raise given.error(f"no choice is left; leave one of {', '.join(known)} in")
+        raise given.error(f"no choice is left; keep one of {', '.join(known)}")
     return excluded
 
 
@@ -110,10 +112,13 @@ def _supported(spec: Spec, name: str, given: Argument) -> Any:
         ordered = tuple(sorted(values, key=repr))
         raise given.error(f"a set has no order; write supports={{{name!r}: {shown(ordered)}}}")
     values = tuple(values) if isinstance(values, list) else values
+    if values is ANY:
+        return ANY
     if values == ():
         raise given.error(f"it supports no value; expected ANY, a value or a tuple of values: {option.domain}")
     own = name in {o.name for o in spec.options}
-    for value in () if values is ANY else values if isinstance(values, tuple) else (values,):
+    several = values if isinstance(values, tuple) else (values,)
+    for value in several:
         if not option.allows(value):
             expected = f"expected {option.domain}, or lossgate.ANY for all of them"
             raise given.error(f"spec {spec.name!r} does not allow {shown(value)}; {expected}")
@@ -123,15 +128,18 @@ def _supported(spec: Spec, name: str, given: Argument) -> Any:
 
 
 def _as_floats(option: Option, values: Any) -> Any:
-    """Returns the values of an option that takes floats, with 2 as 2.0: they draw the same."""
+    """Returns the values of an option. If the option takes floats, 2 becomes 2.0, so that both draw
+    the same problems.
+    """
     if isinstance(values, tuple):
         return tuple(_as_floats(option, value) for value in values)
-    floats = option.interval is not None or any(isinstance(choice, float) for choice in option.choices)
-    return float(values) if floats and isinstance(values, int) and not isinstance(values, bool) else values
+    takes_floats = option.interval is not None or any(isinstance(choice, float) for choice in option.choices)
+    is_whole = isinstance(values, int) and not isinstance(values, bool)
+    return float(values) if takes_floats and is_whole else values
 
 
 def both(a: Mapping[str, Excluded], b: Mapping[str, Excluded]) -> dict[str, Excluded]:
-    """Returns what one of two candidates is not given."""
+    """Returns the choices that either of two candidates excludes, by scenario, with all reasons."""
     found = {**a, **b}
     for name in a.keys() & b.keys():
         reasons = dict.fromkeys((a[name].because, b[name].because))

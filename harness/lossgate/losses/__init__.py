@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses that lossgate knows, one file each. A new one is a new file here, and nothing else.
+"""The built-in losses, one file each. To add a loss, add its file here.
 
-Other packages bring theirs by an entry point:
+Other packages register their losses by an entry point:
 
     [project.entry-points."lossgate.specs"]
     focal = "my_package.losses:focal"
@@ -23,20 +23,22 @@ ENTRY_POINTS = "lossgate.specs"
 
 
 def _own() -> Iterator[Spec]:
-    for module in iter_modules(__path__):
-        if not module.ispkg:
-            yield from (v for v in vars(import_module(f"{__name__}.{module.name}")).values() if isinstance(v, Spec))
+    for file in iter_modules(__path__):
+        if not file.ispkg:
+            module = import_module(f"{__name__}.{file.name}")
+            yield from (value for value in vars(module).values() if isinstance(value, Spec))
 
 
 SPECS: Mapping[str, Spec] = MappingProxyType({spec.name: spec for spec in _own()})
-"""Those of lossgate itself."""
+"""The built-in specs by name."""
 
 
 def find_spec(name: str) -> Spec:
-    """Returns the spec of a name, of lossgate or of an installed package.
+    """Returns the spec of a name, which is built in or of an installed package.
 
     Raises:
-        UsageError: if there is none, with the nearest spelling; or its package can't be imported.
+        UsageError: if no spec has this name, with the nearest spelling; or if its package can't be
+            imported.
     """
     if name in SPECS:
         return SPECS[name]
@@ -45,52 +47,56 @@ def find_spec(name: str) -> Spec:
         return _only(installed[name])
     known = [*SPECS, *installed]
     raise UsageError(
-        f"unknown spec {name!r}; {nearest(name, known, _summarised(name))}; or give what "
-        "@lossgate.spec(...) returned, and on the command line FILE or FILE:NAME"
+        f"unknown spec {name!r}; {nearest(name, known, _summarised(name))}; for a loss of your own, give what "
+        "@lossgate.spec(...) returned, or FILE or FILE:NAME on the command line"
     )
 
 
 def _summarised(name: str) -> str:
-    """Returns which specs have a loss of a name in their summary, in words: PPO is no slip for DPO,
-    but a case of clipped_pg.
+    """Returns a hint to the specs whose summary has a name as a word; "" if there are none. PPO,
+    for example, is no slip for DPO, but a setting of clipped_pg.
     """
-    asked = re.compile(rf"\b{re.escape(name)}\b", re.IGNORECASE)
-    found = [spec.name for spec in SPECS.values() if name and asked.search(spec.summary)]
+    if not name:
+        return ""
+    word = re.compile(rf"\b{re.escape(name)}\b", re.IGNORECASE)
+    found = [spec.name for spec in SPECS.values() if word.search(spec.summary)]
     return f"see {' and '.join(found)}: lossgate list {' '.join(found)}" if found else ""
 
 
 def check_own_name(spec: Spec) -> None:
-    """Refuses a spec that evidence and failure files would take for one of lossgate.
+    """Refuses a spec that evidence and failure files would confuse with a built-in spec.
 
     Raises:
-        UsageError: if it is another spec with the name of one of lossgate.
+        UsageError: if a different spec with the same name is built in.
     """
     known = SPECS.get(spec.name, spec)
     if known is not spec and _place_of(known) != _place_of(spec):
-        raise UsageError(f"spec {spec.name!r} has the name of a spec of lossgate, and is another one; rename it")
+        raise UsageError(f"spec {spec.name!r} has the same name as a built-in spec of lossgate; rename it")
 
 
 def _place_of(spec: Spec) -> object:
-    """Returns where a spec's function stands. A file that is loaded twice makes a spec twice."""
+    """Returns the place of a spec's function in its file. It is equal for the two specs that a file
+    makes if it is loaded twice.
+    """
     code = getattr(spec.function, "__code__", None)
     return spec.function if code is None else (code.co_filename, code.co_firstlineno)
 
 
 def known_names() -> tuple[str, ...]:
-    """Returns the names of the specs of lossgate and of installed packages, and loads none."""
+    """Returns the names of all specs, built in or of installed packages. It imports no package."""
     return tuple(dict.fromkeys((*SPECS, *_installed())))
 
 
 def all_specs() -> dict[str, Spec | UsageError]:
-    """Returns every spec of lossgate and of installed packages, by name.
+    """Returns every spec by name, built in or of installed packages.
 
-    In place of a spec that can't be loaded, or has the name of another, it is what is wrong.
+    If a spec can't be loaded, or has the name of another, the error stands in its place.
     """
     found: dict[str, Spec | UsageError] = dict(SPECS)
     for name, points in _installed().items():
         try:
             if name in SPECS:
-                raise UsageError(f"{_named(points[0])} has the name of a spec of lossgate; rename it")
+                raise UsageError(f"{_named(points[0])} has the same name as a built-in spec of lossgate; rename it")
             found[name] = _only(points)
         except UsageError as error:
             found[name if name not in SPECS else f"{name} (of a package)"] = error
@@ -125,5 +131,5 @@ def _loaded(point: EntryPoint) -> Spec:
     if not isinstance(spec, Spec):
         raise UsageError(f"{where} is a {type(spec).__name__}; expected what @lossgate.spec(...) returns")
     if spec.name != point.name:
-        raise UsageError(f"{where} is the spec {spec.name!r}; name the entry point so, too")
+        raise UsageError(f"{where} is the spec {spec.name!r}; give the entry point the same name")
     return spec

@@ -54,7 +54,7 @@ class ClippedPgLossOptions(Options):
     ours.
 
     Raises:
-        ValueError: An option is out of range, or does not go with another one.
+        ValueError: if an option is out of range, or does not go with another one.
     """
 
     disable_ppo_ratio: bool = option(
@@ -106,20 +106,20 @@ class ClippedPgLossOptions(Options):
         "not, this weight is a metric only",
     )
     truncated_importance_sampling_type: TruncationType | None = option(
-        None, "how that weight is bounded. None for no bound", choices=(None, "tis", "icepop", "seq-mask-tis")
+        None, "how the importance weight is bounded. None for no bound", choices=(None, "tis", "icepop", "seq-mask-tis")
     )
     truncated_importance_sampling_ratio: float | None = option(
         None,
-        "the upper bound of that weight; for seq-mask-tis, of its geometric mean over a sequence",
+        "the upper bound of the importance weight; for seq-mask-tis, of its geometric mean over a sequence",
         choices=(None, 2.0, 1.5),
     )
     truncated_importance_sampling_ratio_min: float | None = option(
-        None, "the lower bound of that weight. None for 0, with tis only", choices=(None, 0.5)
+        None, "the lower bound of the importance weight. None for 0, with tis only", choices=(None, 0.5)
     )
     use_on_policy_kl_approximation: bool = option(
         False,
         "the KL estimate is weighted by the policy's probability over that in generation_logprobs, which "
-        "corrects for who generated. If not, its weight is 1, which only adds the gradient of a score term",
+        "corrects for the policy that generated. If not, its weight is 1, which only adds the gradient of a score term",
     )
     force_on_policy_ratio: bool = option(
         False,
@@ -159,14 +159,13 @@ class ClippedPgLossOptions(Options):
         )
 
     def __post_init__(self) -> None:
-        for true, name, expected in _requirements(self):
-            if not true:
+        for holds, name, expected in _requirements(self):
+            if not holds:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
 
 
 def _requirements(o: ClippedPgLossOptions) -> Iterator[tuple[bool, str, str]]:
-    """Yields, for each requirement: whether it holds, the option it is about, and what it
-    expects."""
+    """Yields each requirement: whether it holds, the name of its option, and the expected value."""
     for name, choices in (
         ("reference_policy_kl_type", get_args(KLType)),
         ("truncated_importance_sampling_type", (None, *get_args(TruncationType))),
@@ -195,11 +194,8 @@ def _requirements(o: ClippedPgLossOptions) -> Iterator[tuple[bool, str, str]]:
 
 
 def _truncation_requirements(o: ClippedPgLossOptions) -> Iterator[tuple[bool, str, str]]:
-    kind, low, high = (
-        o.truncated_importance_sampling_type,
-        o.truncated_importance_sampling_ratio_min,
-        o.truncated_importance_sampling_ratio,
-    )
+    kind = o.truncated_importance_sampling_type
+    low, high = o.truncated_importance_sampling_ratio_min, o.truncated_importance_sampling_ratio
     given = f"with truncated_importance_sampling_type={kind!r}"
     if kind is None:
         yield high is None, "truncated_importance_sampling_ratio", f"None {given}"
@@ -233,7 +229,7 @@ class ClippedPgOptions(FilterOptions, ClippedPgLossOptions):
 
 
 class ClippedPgBatch(Batch):
-    """What the spec adds to a packed batch."""
+    """The fields that the spec adds to a packed batch."""
 
     prev_logprobs: Tensor = field("token", "log-probabilities of the labels, of the policy before the update")
     generation_logprobs: Tensor = field(
@@ -274,9 +270,11 @@ def _draw(context: FieldContext) -> dict[str, Tensor]:
 def _log_ratios(context: FieldContext) -> Tensor:
     """Draws log p - log p_prev, ``[tokens]``."""
     o: ClippedPgOptions = context.options
-    edges = log(max(1 - o.ratio_clip_min, 0.05)), log(1 + o.ratio_clip_max)
+    low, high = log(max(1 - o.ratio_clip_min, 0.05)), log(1 + o.ratio_clip_max)
     dual_clip = log(o.ratio_clip_c) if o.ratio_clip_c else 0.0
-    spans = clip_spans(*edges, dual_clip if dual_clip > edges[1] + 0.1 else max(log(3), edges[1] + 0.2))
+    if dual_clip <= high + 0.1:  # there is none, or it is not clear of the clip
+        dual_clip = max(log(3), high + 0.2)
+    spans = clip_spans(low, high, dual_clip)
     scenario: dict[str, list[Span]] = {
         "inside": [spans["inside"]],
         "everywhere": list(spans.values()),
@@ -308,30 +306,31 @@ def _log_weights(context: FieldContext) -> Tensor:
     if o.sequence_level_importance_ratios and context.scenario["generation"] != "equal":
         # The sum over a sequence is what counts.
         lengths = torch.tensor(context.batch.partition.lengths).clamp(min=1)
+        of_sequences = draw_in_spans(context.streams, "weights", context.sequences, chosen)
         scatter = 0.2 * context.streams.normal("weight scatter", context.tokens)
-        return (
-            on_tokens(context, draw_in_spans(context.streams, "weights", context.sequences, chosen) / lengths) + scatter
-        )
+        return on_tokens(context, of_sequences / lengths) + scatter
     return draw_in_spans(context.streams, "weights", context.tokens, chosen)
 
 
 def _covered(batch: GlobalBatch, options: ClippedPgOptions) -> set[str]:
-    own, fields = ClippedPgBatch.of(batch.known), batch.fields
+    own, fields, covered = ClippedPgBatch.of(batch.known), batch.fields, set[str]()
     trained = trained_tokens(own)
-    covered = {"sequence that does not count"} if trained.any() and (own.mask & ~trained).any() else set[str]()
+    if trained.any() and (own.mask & ~trained).any():
+        covered.add("sequence that does not count")
     trained = trained & labels_stay(fields) & (fields["prev_logprobs"] > -torch.inf)
-    ratio, advantage = batch.policy - fields["prev_logprobs"], fields["advantages"]
+    log_ratio, advantage = batch.policy - fields["prev_logprobs"], fields["advantages"]
     edges = log(max(1 - options.ratio_clip_min, 1e-9)), log(1 + options.ratio_clip_max)
     if options.sequence_level_importance_ratios:
-        ratio = sequence_mean(ratio, own.mask, own.sequence, own.sequences)[own.sequence]
-        covered |= set(covered_clip_goals("sequence", ratio[trained], advantage[trained], *edges))
+        log_ratio = sequence_mean(log_ratio, own.mask, own.sequence, own.sequences)[own.sequence]
+        covered |= set(covered_clip_goals("sequence", log_ratio[trained], advantage[trained], *edges))
     elif not options.disable_ppo_ratio and not options.force_on_policy_ratio:
-        covered |= set(covered_clip_goals("token", ratio[trained], advantage[trained], *edges))
+        covered |= set(covered_clip_goals("token", log_ratio[trained], advantage[trained], *edges))
     if options.truncation and not options.sequence_level_importance_ratios:
         before = batch.policy if options.force_on_policy_ratio else fields["prev_logprobs"]
-        outside = (before - fields["generation_logprobs"])[trained]
-        covered |= {"weight above its bound"} if bool((outside > log(options.truncation.maximum)).any()) else set()
-        if options.truncation.minimum and bool((outside < log(options.truncation.minimum)).any()):
+        log_weight = (before - fields["generation_logprobs"])[trained]
+        if (log_weight > log(options.truncation.maximum)).any():
+            covered.add("weight above its bound")
+        if options.truncation.minimum and (log_weight < log(options.truncation.minimum)).any():
             covered.add("weight below its bound")
     return covered
 
@@ -432,7 +431,7 @@ def _metrics(values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptio
     metrics=_METRICS,
     goals={
         "sequence that does not count": CoverageGoal(
-            meaning="a sequence with trained tokens that the sample mask leaves out, beside one that counts",
+            meaning="a sequence with trained tokens that the sample mask leaves out, while another one counts",
             unreachable_if={"samples": ("all",)},
         ),
         **clip_goals("token", _NO_RATIO, _NOTHING_BELOW),

@@ -29,7 +29,7 @@ class DistillOptions(Options):
     """The options of spec ``distill``.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: if an option is out of range.
     """
 
     kl_type: Literal["forward", "reverse", "mixed"] = option(
@@ -84,7 +84,7 @@ class DistillOptions(Options):
 
 
 class DistillBatch(Batch):
-    """What the spec adds to a packed batch, as a model gives it."""
+    """The fields that the spec adds to a packed batch. They belong to the token itself."""
 
     teacher_logits: Tensor = field(
         "token topk", "the teacher's logits at teacher_indices, before the temperature", unshifted=True
@@ -95,9 +95,7 @@ class DistillBatch(Batch):
 
 
 def _draw(context: FieldContext) -> dict[str, Tensor]:
-    """Draws teachers that nearly or exactly agree with the student, and others that are unrelated
-    to it.
-    """
+    """Draws a teacher that nearly or exactly agrees with the student, or is unrelated to it."""
     scenario, vocab = context.scenario["teacher"], context.batch.partition.vocab
     k = min(TOP_K, vocab)
     noise = context.streams.normal("teacher", context.tokens, k)
@@ -105,7 +103,8 @@ def _draw(context: FieldContext) -> dict[str, Tensor]:
         student, indices = context.logits().topk(k)
         return {"teacher_indices": indices, "teacher_logits": student + (0.5 * noise if scenario == "near" else 0.0)}
     indices = context.streams.uniform("teacher indices", context.tokens, vocab).argsort(1)[:, :k]
-    return {"teacher_indices": indices, "teacher_logits": {"other": 1.0, "sure": 8.0, "flat": 0.0}[scenario] * noise}
+    std = {"other": 1.0, "sure": 8.0, "flat": 0.0}[scenario]
+    return {"teacher_indices": indices, "teacher_logits": std * noise}
 
 
 _TEACHER = Option(
@@ -131,9 +130,9 @@ def _teacher(batch: DistillBatch, options: DistillOptions) -> Tensor:
 def _through_the_whole_vocabulary(
     values: TokenValues, batch: DistillBatch, options: DistillOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Reads the top-k from log-probabilities in the whole vocabulary, and the tail from their
-    entropy, as NeMo-RL does; and writes ``p log p - p log q`` as ``torch.nn.functional.kl_div``
-    does.
+    """Computes the top-k from log-probabilities in the whole vocabulary, and the tail from their
+    entropy, as NeMo-RL does. The terms of a divergence are ``p log p - p log q``, as in
+    ``torch.nn.functional.kl_div``.
     """
     logprobs = torch.where(batch.mask[:, None], values.logits, 0.0).log_softmax(1)
     student, teacher = logprobs.gather(1, batch.teacher_indices), _teacher(batch, options)

@@ -32,13 +32,12 @@ class DivergenceOptions(Options):
 
 
 _FLAT = 0.125
-"""Not 0: equal log-probabilities all round alike, and no error of a kernel averages out."""
+"""Standard deviation of the logits of a flat teacher. It is not 0, because equal log-probabilities
+all round alike, and then no error of a kernel averages out."""
 
 
 def _draw_teacher(context: FieldContext) -> Tensor:
-    """Draws teachers that nearly or exactly agree with the student, and others that are unrelated
-    to it.
-    """
+    """Draws a teacher that nearly or exactly agrees with the student, or is unrelated to it."""
     scenario = context.scenario["teacher"]
     if scenario in ("near", "equal"):
         return context.logits() + context.normal(0.5 if scenario == "near" else 0.0)
@@ -46,7 +45,7 @@ def _draw_teacher(context: FieldContext) -> Tensor:
 
 
 class DivergenceBatch(Batch):
-    """What the spec adds to a packed batch."""
+    """The field that the spec adds to a packed batch."""
 
     teacher_logits: Tensor = field(
         "token vocab",
@@ -57,8 +56,8 @@ class DivergenceBatch(Batch):
 
 
 def _term_by_term(values: TokenValues, batch: DivergenceBatch, options: DivergenceOptions) -> Tensor:
-    """Writes ``sum p (log p - log q)`` as ``sum p log p - sum p log q``, as a cross-entropy less an
-    entropy has it.
+    """Computes ``sum p (log p - log q)`` as ``sum p log p - sum p log q``: a cross-entropy less an
+    entropy.
     """
     log_q, log_p = (logits.log_softmax(1) for logits in _logits(values, batch, options))
 

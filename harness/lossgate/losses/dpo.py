@@ -31,7 +31,7 @@ class DpoOptions(Options):
     """The options of spec ``dpo``; names and defaults are NeMo-RL's where it has them.
 
     Raises:
-        ValueError: An option is out of range, or beta is 0 for IPO.
+        ValueError: if an option is out of range, or beta is 0 for IPO.
     """
 
     reference_policy_kl_penalty: float = option(
@@ -76,15 +76,15 @@ class DpoOptions(Options):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
         if self.loss_type == "ipo" and self.reference_policy_kl_penalty == 0:
             raise ValueError(
-                "reference_policy_kl_penalty is 0; expected a positive number with loss_type 'ipo', "
-                "whose target is 1 / (2 beta), or loss_type 'sigmoid'"
+                "reference_policy_kl_penalty is 0; expected a positive number, because loss_type 'ipo' has the target "
+                "1 / (2 beta); or choose loss_type 'sigmoid'"
             )
 
 
 class DpoBatch(PairBatch):
-    """What spec ``dpo`` adds to a batch of pairs."""
+    """The fields that spec ``dpo`` adds to a batch of pairs."""
 
-    # They are shifted as the option says, not as the harness would.
+    # It is unshifted for lossgate, because option reference_layout says how it is shifted.
     reference_logprobs: Tensor = field(
         "token",
         "log-probabilities of the labels, of the reference policy, in the layout of option reference_layout",
@@ -143,21 +143,22 @@ def _draw_dpo(context: FieldContext) -> dict[str, Tensor]:
     return {"reference_logprobs": _in_layout(given, context), **model}
 
 
-# A reference model, for kernels that compute its log-probabilities themselves. Each row of its
-# weight has a single 1, so that its logits are entries of the hidden states, exactly, in any dtype.
-# What kernels round on the way to its log-probabilities is then no more than float32 arithmetic
-# does in a softmax.
+# Some kernels compute the log-probabilities of a reference model themselves. Each row of its weight
+# has a single 1, so that its logits are entries of the hidden states, exactly, in any dtype. So
+# kernels round its log-probabilities no more than a softmax in float32 does.
 
 _LEAST = -30.0
-"""Log-probabilities are asked for from here on."""
+"""The least log-probability that the model should give."""
 _BELOW = 0.1
-"""Nats that a label's log-probability stays below that of a label whose logit is far above all."""
+"""Nats by which the model's log-probability of a label stays below the largest that it can give."""
 
 
 def _without_model(context: FieldContext) -> dict[str, Tensor]:
-    """Returns hidden states and weight of no width."""
-    hidden, weight = context.streams.normal("", context.tokens, 0), context.streams.normal("", context.vocab, 0)
-    return {"reference_hidden": hidden, "reference_weight": weight}
+    """Returns hidden states and a weight of width 0."""
+    return {
+        "reference_hidden": context.streams.normal("", context.tokens, 0),
+        "reference_weight": context.streams.normal("", context.vocab, 0),
+    }
 
 
 def _draw_model(context: FieldContext, wanted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -165,12 +166,13 @@ def _draw_model(context: FieldContext, wanted: Tensor) -> tuple[Tensor, dict[str
 
     Args:
         context: of the problem.
-        wanted: ``[T]``, log-probabilities of the labels that it should nearly give. If its hidden
-            states are narrower than the vocabulary, labels share logits with others, and are less
-            likely.
+        wanted: ``[T]``, the log-probabilities of the labels that it should nearly give. If its
+            hidden states are narrower than the vocabulary, labels share logits with other tokens,
+            and are less likely.
 
     Returns:
-        Those that it gives, and the two fields: ``[T, width]`` and ``[vocab, width]``.
+        The log-probabilities that it gives, and the two fields: ``[T, width]`` and
+        ``[vocab, width]``.
     """
     hidden = context.batch.leaves.get("hidden")
     width = 8 if hidden is None else hidden.shape[1]
@@ -178,8 +180,9 @@ def _draw_model(context: FieldContext, wanted: Tensor) -> tuple[Tensor, dict[str
     sharing = torch.bincount(column, minlength=width).double()
     states = context.streams.normal("reference hidden", context.tokens, width)
     own = column[context.labels][:, None]
-    given = _logit_of(wanted.clamp(min=_LEAST), states.scatter(1, own, -torch.inf), sharing, sharing[own.squeeze(1)])
-    # If all rows share a column, its logit is theirs, whatever it is.
+    others, alike = states.scatter(1, own, -torch.inf), sharing[own.squeeze(1)]
+    given = _logit_of(wanted.clamp(min=_LEAST), others, sharing, alike)
+    # If all rows share one column, any logit gives the same log-probabilities.
     states = states.scatter(1, own, torch.where(given.isfinite(), given, 0.0)[:, None])
     states = states.to(context.batch.leaf_dtype).double()
     logprobs = states.gather(1, own).squeeze(1) - (states + sharing.log()).logsumexp(1)
@@ -193,8 +196,8 @@ def _logit_of(wanted: Tensor, others: Tensor, sharing: Tensor, alike: Tensor) ->
     Args:
         wanted: the log-probability.
         others: ``[T, width]``, the logits of all columns, and -inf for that of the label.
-        sharing: ``[width]``, how many rows have each column.
-        alike: ``[T]``, how many have the label's.
+        sharing: ``[width]``, how many rows of the vocabulary have each column.
+        alike: ``[T]``, how many rows have the label's column.
     """
     wanted = torch.minimum(wanted, -alike.log() - _BELOW)
     return wanted + (others + sharing.log()).logsumexp(1) - torch.log1p(-alike * wanted.exp())
@@ -202,14 +205,17 @@ def _logit_of(wanted: Tensor, others: Tensor, sharing: Tensor, alike: Tensor) ->
 
 def _in_layout(values: Tensor, context: FieldContext) -> Tensor:
     """Moves values from the alignment of the labels to that of the option, within each sequence."""
-    if context.options.reference_layout == "next":
+    layout = context.options.reference_layout
+    if layout == "next":
         return values
-    shifted, starts = values.clone(), context.batch.partition.starts
-    for start, end in pairwise(starts):
+    shifted = values.clone()
+    for start, end in pairwise(context.batch.partition.starts):
+        if start == end:
+            continue
         part = values[start:end]
-        if context.options.reference_layout == "token" and end > start:
+        if layout == "token":
             shifted[start:end] = torch.cat([part.new_zeros(1), part[:-1]])
-        elif end > start:
+        else:
             shifted[start:end] = torch.cat([part[:-1], part[:1]])  # rolled round from the start
     return shifted
 
@@ -218,12 +224,12 @@ def _covered_dpo(batch: GlobalBatch, options: DpoOptions) -> set[str]:
     samples, mask = batch.fields["sample_mask"], batch.fields["mask"]
     at_stake = torch.zeros_like(samples).index_put((batch.fields["sequence"][mask],), torch.tensor(True))
     covered = covered_pairs(samples, at_stake)
-    if bool(batch.fields["sample_mask"].any()):
-        _, outputs = _loss(TokenValues(logprobs=batch.policy), DpoBatch.of(batch.known), options)
-        covered |= {"chosen preferred"} if outputs["accuracy"] > 0 else set()
-        covered |= (
-            {"rejected preferred"} if outputs["rewards_rejected_mean"] > outputs["rewards_chosen_mean"] else set()
-        )
+    if samples.any():
+        _, metrics = _loss(TokenValues(logprobs=batch.policy), DpoBatch.of(batch.known), options)
+        if metrics["accuracy"] > 0:
+            covered.add("chosen preferred")
+        if metrics["rewards_rejected_mean"] > metrics["rewards_chosen_mean"]:
+            covered.add("rejected preferred")
     return covered
 
 

@@ -5,7 +5,7 @@ and CISPO.
 
 from collections.abc import Sequence
 from dataclasses import fields
-from math import log
+from math import inf, log
 from typing import Literal
 
 import torch
@@ -42,12 +42,12 @@ from lossgate.specs.token_values import TokenValues
 
 
 class RhoOptions(Options):
-    """The options of the sampler's correction; names and defaults are open-instruct's.
+    """The options of the correction for the sampler. Names and defaults are open-instruct's.
 
     Bounds are inclusive, and a bound of 0 is disabled.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: if an option is out of range.
     """
 
     use_rho_correction: bool = option(
@@ -83,14 +83,16 @@ class RhoOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        below_1, above_1 = "0, or a number between 0 and 1", "0, or a finite number above 1"
-        tv, any_bound = self.rho_mask_tv_divergence, "0, or a finite positive number"
-        for name, low, high, expected in (
-            ("rho_clamp_lower_bound", 0, 1, below_1),
-            ("rho_clamp_upper_bound", 1, float("inf"), above_1),
-            ("rho_mask_lower_bound", 0, float("inf") if tv else 1, any_bound if tv else below_1),
-            ("rho_mask_upper_bound", 0 if tv else 1, float("inf"), any_bound if tv else above_1),
-        ):
+        below_1 = (0, 1, "0, or a number between 0 and 1")
+        above_1 = (1, inf, "0, or a finite number above 1")
+        of_tv = (0, inf, "0, or a finite positive number")
+        bounds = {
+            "rho_clamp_lower_bound": below_1,
+            "rho_clamp_upper_bound": above_1,
+            "rho_mask_lower_bound": of_tv if self.rho_mask_tv_divergence else below_1,
+            "rho_mask_upper_bound": of_tv if self.rho_mask_tv_divergence else above_1,
+        }
+        for name, (low, high, expected) in bounds.items():
             value = getattr(self, name)
             if value != 0 and not low < value < high:
                 raise ValueError(f"{name} is {value!r}; expected {expected}")
@@ -102,12 +104,12 @@ class RhoOptions(Options):
 
 
 class GrpoLossOptions(RhoOptions):
-    """The options of the loss itself, which include those of the sampler's correction.
+    """The options of the loss itself, with those of the correction for the sampler.
 
     Names and defaults are open-instruct's.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: if an option is out of range.
     """
 
     loss_fn: Literal["dapo", "cispo"] = option(
@@ -155,16 +157,14 @@ class GrpoLossOptions(RhoOptions):
         if not 0 <= self.clip_lower <= 1:
             raise ValueError(f"clip_lower is {self.clip_lower!r}; expected a number between 0 and 1")
         for name in ("clip_higher", "beta"):
-            if not 0 <= getattr(self, name) < float("inf"):
+            if not 0 <= getattr(self, name) < inf:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected a finite number, 0 or larger")
         if self.kl_estimator not in (0, 1, 2, 3):
             raise ValueError(f"kl_estimator is {self.kl_estimator!r}; expected 0, 1, 2 or 3")
-        if self.loss_denominator != "token" and (
-            isinstance(self.loss_denominator, str) or not 0 < self.loss_denominator < float("inf")
-        ):
-            raise ValueError(
-                f"loss_denominator is {self.loss_denominator!r}; expected 'token' or a finite positive number"
-            )
+        denominator = self.loss_denominator
+        is_positive = not isinstance(denominator, str) and 0 < denominator < inf
+        if denominator != "token" and not is_positive:
+            raise ValueError(f"loss_denominator is {denominator!r}; expected 'token' or a finite positive number")
         if not isinstance(self.loss_scale, int) or self.loss_scale < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"loss_scale is {self.loss_scale!r}; expected a positive integer")
 
@@ -178,7 +178,7 @@ class GrpoOptions(FilterOptions, GrpoLossOptions):
 
 
 class GrpoBatch(Batch):
-    """What the spec adds to a packed batch."""
+    """The fields that the spec adds to a packed batch."""
 
     old_logprobs: Tensor = field("token", "log-probabilities of the labels, of the policy before the update")
     reference_logprobs: Tensor = field("token", "log-probabilities of the labels, of the reference policy")
@@ -201,13 +201,11 @@ def _draw(context: FieldContext) -> dict[str, Tensor]:
         # Beyond that, right kernels multiply 0 by infinity.
         "extreme": [*UNDERFLOW, (10.0, 20.0), (30.0, 42.0), spans["inside"]],
     }
-    old = context.logprobs - draw_in_spans(
-        context.streams, "ratios", context.tokens, ratios[context.scenario["ratios"]]
-    )
+    chosen = ratios[context.scenario["ratios"]]
+    old = context.logprobs - draw_in_spans(context.streams, "ratios", context.tokens, chosen)
     vllm = old - _log_rho(context)
-    unknown = context.streams.uniform("unknown", context.tokens) < (
-        0.1 if context.scenario["generation"] == "everywhere" else 0.0
-    )
+    share_unknown = 0.1 if context.scenario["generation"] == "everywhere" else 0.0
+    unknown = context.streams.uniform("unknown", context.tokens) < share_unknown
     return {
         "old_logprobs": draw_filtered_before(context, old),
         "reference_logprobs": draw_reference_logprobs(context),
@@ -217,44 +215,45 @@ def _draw(context: FieldContext) -> dict[str, Tensor]:
 
 
 def _log_rho(context: FieldContext) -> Tensor:
-    """log p_old - log p_vllm, ``[tokens]``: on every side of the bounds of mask and clamp, and of
-    the original's +-10 nats.
+    """Draws log p_old - log p_vllm, ``[tokens]``. In scenario "everywhere" they lie on every side
+    of the bounds of mask and clamp, and of the original's +-10 nats.
     """
     o: GrpoOptions = context.options
-    low, high = (
-        o.rho_mask_lower_bound or o.rho_clamp_lower_bound or 0.3,
-        o.rho_mask_upper_bound or o.rho_clamp_upper_bound or 3.0,
-    )
+    low = o.rho_mask_lower_bound or o.rho_clamp_lower_bound or 0.3
+    high = o.rho_mask_upper_bound or o.rho_clamp_upper_bound or 3.0
     beyond = [*clip_spans(log(low), log(max(high, 1.05))).values(), (11.0, 12.0), (-12.0, -11.0)]
     scenario: dict[str, Sequence[Span]] = {"near": NEAR, "equal": [(0.0, 0.0)], "everywhere": beyond}
     chosen = scenario[context.scenario["generation"]]
     if o.rho_mask_sequence_level or o.rho_mask_tv_divergence:
-        return on_tokens(
-            context, draw_in_spans(context.streams, "rho", context.sequences, chosen)
-        ) + 0.01 * context.streams.normal("rho scatter", context.tokens)
+        of_sequences = draw_in_spans(context.streams, "rho", context.sequences, chosen)
+        scatter = 0.01 * context.streams.normal("rho scatter", context.tokens)
+        return on_tokens(context, of_sequences) + scatter
     return draw_in_spans(context.streams, "rho", context.tokens, chosen)
 
 
 def _covered(batch: GlobalBatch, o: GrpoOptions) -> set[str]:
     fields, trained = batch.fields, batch.fields["mask"]
-    covered = set[str]()
-    ratio, edges = batch.policy - fields["old_logprobs"], (log(max(1 - o.clip_lower, 0.05)), log(1 + o.clip_higher))
+    log_ratio = batch.policy - fields["old_logprobs"]
+    edges = log(max(1 - o.clip_lower, 0.05)), log(1 + o.clip_higher)
     acting = trained & labels_stay(fields) & (fields["old_logprobs"] > -torch.inf)
-    sides = set(covered_clip_goals("token", ratio[acting], fields["advantages"][acting], *edges))
-    covered |= {side for side in sides if o.loss_fn == "dapo" or "below" not in side}
-    rho = (fields["old_logprobs"] - fields["vllm_logprobs"])[acting]
-    if o.use_rho_correction and bool(rho.isnan().any()):
+    sides = set(covered_clip_goals("token", log_ratio[acting], fields["advantages"][acting], *edges))
+    covered = {side for side in sides if o.loss_fn == "dapo" or "below" not in side}
+    log_rho = (fields["old_logprobs"] - fields["vllm_logprobs"])[acting]
+    if o.use_rho_correction and log_rho.isnan().any():
         covered.add("sampler's log-prob not known")
     if o.use_rho_correction and not o.rho_mask_sequence_level and not o.rho_mask_tv_divergence:
-        upper, lower = (
-            o.rho_mask_upper_bound or o.rho_clamp_upper_bound,
-            o.rho_mask_lower_bound or o.rho_clamp_lower_bound,
-        )
-        covered |= {"rho above its bounds"} if upper and bool((rho > log(upper)).any()) else set()
-        covered |= {"rho below its bounds"} if lower and bool((rho < log(lower)).any()) else set()
-        covered |= {"rho beyond 10 nats"} if bool((rho.abs() > 10).any()) else set()
+        upper = o.rho_mask_upper_bound or o.rho_clamp_upper_bound
+        lower = o.rho_mask_lower_bound or o.rho_clamp_lower_bound
+        if upper and (log_rho > log(upper)).any():
+            covered.add("rho above its bounds")
+        if lower and (log_rho < log(lower)).any():
+            covered.add("rho below its bounds")
+        if (log_rho.abs() > 10).any():
+            covered.add("rho beyond 10 nats")
     distance = (batch.policy - fields["reference_logprobs"])[trained].abs()
-    return covered | ({"KL input clamped"} if o.beta and bool((distance > 40).any()) else set())
+    if o.beta and (distance > 40).any():
+        covered.add("KL input clamped")
+    return covered
 
 
 _UNCORRECTED = {"use_rho_correction": (False,)}
@@ -310,9 +309,9 @@ def _metrics(values: TokenValues, batch: GrpoBatch, options: GrpoOptions) -> dic
         "total_avg": Metric(meaning="policy_avg + kl_avg"),
         "clipfrac": Metric(meaning=f"{_SHARE} that are clipped, to a larger loss in DAPO, from above in CISPO"),
         "ratio_mean": Metric(meaning=f"{_MEAN} the importance ratio"),
-        "ratio_square_mean": Metric(meaning=f"{_MEAN} its square"),
+        "ratio_square_mean": Metric(meaning=f"{_MEAN} the squared importance ratio"),
         "rho_mean": Metric(meaning=f"{_MEAN} rho"),
-        "rho_weight": Metric(meaning=f"{_MEAN} the weight made of it"),
+        "rho_weight": Metric(meaning=f"{_MEAN} the weight that rho becomes"),
         "rho_clipfrac": Metric(meaning=f"{_SHARE} whose rho is clamped"),
         "rho_drop_frac": Metric(meaning=f"{_SHARE} that are dropped"),
         "rho_drop_low_frac": Metric(meaning=f"{_SHARE} that are dropped below"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spec ``label_smoothing``: negative log-likelihood of labels that share some of their weight with
+"""Spec ``label_smoothing``: negative log-likelihood, where labels share some of their weight with
 the whole vocabulary.
 """
 

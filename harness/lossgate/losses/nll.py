@@ -36,9 +36,9 @@ class NllOptions(Options):
 
 
 class NllBatch(Batch):
-    """What the spec adds to a packed batch, for its statistics.
+    """The fields that the spec adds to a packed batch, for its statistics.
 
-    The loss itself needs none of it.
+    The loss itself does not need them.
     """
 
     real: Tensor = field("token", "the token is no padding", dtype="bool", unshifted=True, draw=lambda c: c.coin(1.0))
@@ -54,7 +54,7 @@ class NllBatch(Batch):
 
 
 def _trained_tokens(batch: Batch) -> Tensor:
-    """Returns ``[sequences]``: the trained tokens of each."""
+    """Returns ``[sequences]``: how many trained tokens each sequence has."""
     return torch.zeros(batch.sequences, dtype=torch.long).index_add(0, batch.sequence, batch.mask.long())
 
 

@@ -33,9 +33,13 @@ class PreferenceOptions(Options):
 
 def _covered_preference(batch: GlobalBatch, options: PreferenceOptions) -> set[str]:
     rewards = batch.leaves["rewards"] * batch.fields["sample_mask"]
-    covered = covered_pairs(batch.fields["sample_mask"], torch.tensor([True]).expand(len(rewards)))
-    covered |= {"chosen preferred"} if bool((rewards[0::2] > rewards[1::2]).any()) else set()
-    return covered | ({"rejected preferred"} if bool((rewards[0::2] < rewards[1::2]).any()) else set())
+    chosen, rejected = rewards[0::2], rewards[1::2]
+    covered = covered_pairs(batch.fields["sample_mask"], torch.ones(len(rewards), dtype=torch.bool))
+    if (chosen > rejected).any():
+        covered.add("chosen preferred")
+    if (chosen < rejected).any():
+        covered.add("rejected preferred")
+    return covered
 
 
 def _loss(

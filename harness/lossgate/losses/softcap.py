@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spec ``softcap``: negative log-likelihood of soft-capped logits.
 
-It asks for the logits themselves, and so shows what the general way of the judge sees of a loss
-that spec ``nll`` knows as an option.
+Spec ``nll`` has the same loss as an option. This one uses the logits themselves, and so shows how
+well the judge sees errors in a loss about which it knows nothing.
 """
 
 import torch

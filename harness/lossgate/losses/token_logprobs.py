@@ -37,4 +37,4 @@ class TokenLogprobsOptions(FilterOptions):
     outputs=("logprobs", "token_entropy"),
 )
 def token_logprobs(values: TokenValues, batch: Batch, options: TokenLogprobsOptions) -> None:
-    """There is no loss: what is compared are the values per token themselves."""
+    """There is no loss: the values per token themselves are compared."""

@@ -17,10 +17,10 @@ from lossgate.specs.token_values import TokenValues
 
 
 class ValueOptions(Options):
-    """The options of spec ``value``; names and defaults are NeMo-RL's.
+    """The options of spec ``value``. Names and defaults are NeMo-RL's.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: if an option is out of range.
     """
 
     cliprange: float | None = option(
@@ -30,7 +30,7 @@ class ValueOptions(Options):
         choices=(None, 0.2, 0.5),
     )
     scale: float = option(
-        1.0, "the factor of the loss, beside the 1/2. It scales no metric but loss", choices=(1.0, 0.5)
+        1.0, "the factor of the loss, in addition to the 1/2. It does not scale metrics", choices=(1.0, 0.5)
     )
     epsilon: float = option(
         0.0,
@@ -47,7 +47,7 @@ class ValueOptions(Options):
 
 
 class ValueBatch(Batch):
-    """What the spec adds to a packed batch. A value is that of its own token."""
+    """The fields that the spec adds to a packed batch. A value belongs to its own token."""
 
     mask: Tensor = field("token", "the value is trained", dtype="bool", unshifted=True)
     old_values: Tensor = field("token", "the value of each token at the time of the rollout", unshifted=True)
@@ -55,28 +55,31 @@ class ValueBatch(Batch):
 
 
 def _draw(context: FieldContext) -> dict[str, Tensor]:
-    """Places old values so that values lie inside the clip range and beyond it, and returns on
-    either side of them.
+    """Draws old values from which values have moved within the clip range or beyond it, and returns
+    on either side of them.
     """
     reach = context.options.cliprange or 0.2
-    spans: dict[str, list[Span]] = {"inside": [(-0.8 * reach, 0.8 * reach)]}
-    spans["everywhere"] = [*spans["inside"], (1.3 * reach, 3 * reach), (-3 * reach, -1.3 * reach)]
-    old = context.logprobs - draw_in_spans(context.streams, "moves", context.tokens, spans[context.scenario["values"]])
+    moves: list[Span] = [(-0.8 * reach, 0.8 * reach)]
+    if context.scenario["values"] == "everywhere":
+        moves += [(1.3 * reach, 3 * reach), (-3 * reach, -1.3 * reach)]
+    old = context.logprobs - draw_in_spans(context.streams, "moves", context.tokens, moves)
     return {"old_values": old, "returns": old + (0.5 + 3 * reach) * context.streams.normal("returns", context.tokens)}
 
 
 def _covered(batch: GlobalBatch, options: ValueOptions) -> set[str]:
-    fields, covered = batch.fields, set[str]()
-    reach = options.cliprange
+    fields, reach = batch.fields, options.cliprange
     if reach is None:
-        return covered
+        return set()
     trained = fields["mask"]
     moved = (batch.policy - fields["old_values"])[trained]
     nearer = (fields["returns"] - fields["old_values"])[trained] * moved > 0
     clamped = moved.abs() > reach
-    covered |= {"beyond the range, towards the return"} if bool((clamped & nearer).any()) else set()
-    covered |= {"beyond the range, away from the return"} if bool((clamped & ~nearer).any()) else set()
-    return covered | ({"inside the range"} if bool((~clamped).any()) else set())
+    tokens = {
+        "beyond the range, towards the return": clamped & nearer,
+        "beyond the range, away from the return": clamped & ~nearer,
+        "inside the range": ~clamped,
+    }
+    return {goal for goal, reaching in tokens.items() if reaching.any()}
 
 
 _UNCLIPPED = {"cliprange": (None,)}

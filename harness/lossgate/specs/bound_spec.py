@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A spec with the options of one problem, and what its reference computes of tensors."""
+"""A spec with the options of one problem: its reference, and what that computes from tensors."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from dense_losses import softcapped
-from lossgate.specs.heads import HEADS
-from lossgate.specs.logit_filter import filters
-from lossgate.specs.outputs import Output
-from lossgate.specs.token_chunks import in_chunks
-from lossgate.specs.token_values import TokenValues, token_values
-from lossgate.specs.users_code import told_as
-
-if TYPE_CHECKING:
-    from lossgate.specs.spec import Spec  # which makes them
-
-import torch
-
 from lossgate.base.errors import UsageError
 from lossgate.base.spelling import nearest
-from lossgate.specs.outputs import Metric
+from lossgate.specs.heads import HEADS
+from lossgate.specs.logit_filter import filters
+from lossgate.specs.outputs import Metric, Output
 from lossgate.specs.terms import Terms
-from lossgate.specs.users_code import described
+from lossgate.specs.token_chunks import in_chunks
+from lossgate.specs.token_values import TokenValues, token_values
+from lossgate.specs.users_code import described, told_as
+
+if TYPE_CHECKING:
+    from lossgate.specs.spec import Spec  # it imports this module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +31,20 @@ class BoundSpec:
     values: Mapping[str, Any]
     """The options that are not at their default."""
     options: Any
-    """The same as an object of ``Spec.options_type``."""
+    """All options, as an object of ``Spec.options_type``."""
     returned: frozenset[Output] | None = None
     """The outputs that will be compared; None for all."""
 
     def returning(self, outputs: Collection[Output]) -> "BoundSpec":
-        """Returns the same, for a candidate that returns these outputs."""
+        """Returns this spec for a candidate that returns only these outputs."""
         return replace(self, returned=frozenset(outputs))
 
     @property
     def temperature(self) -> float:
         """The number that divides the logits."""
-        return 1.0 if self.spec.temperature is None else float(getattr(self.options, self.spec.temperature))
+        if self.spec.temperature is None:
+            return 1.0
+        return float(getattr(self.options, self.spec.temperature))
 
     @property
     def softcap(self) -> float | None:
@@ -59,7 +57,9 @@ class BoundSpec:
 
     @property
     def token_stage(self) -> str:
-        """Names what the values per token are computed with: options of one name share them."""
+        """A text of the options that change values per token. If it is equal for two sets of
+        options, they have the same values per token.
+        """
         return repr([getattr(self.options, name) for name in self.spec.logit_options])
 
     def token_values(self, head: str, leaves: Mapping[str, Tensor], fields: Mapping[str, Any]) -> TokenValues:
@@ -72,28 +72,28 @@ class BoundSpec:
         logit_filter = (self.options.top_k, self.options.top_p) if filters(self.options) else None
 
         def compute(leaves: Mapping[str, Tensor], fields: Mapping[str, Any]) -> TokenValues:
-            logits, of_ids = self.capped(start.logits(leaves)), None if ids is None else fields[ids]
+            logits = self.capped(start.logits(leaves))
+            of_ids = None if ids is None else fields[ids]
             return token_values(self.spec.uses, logits, fields["labels"], self.temperature, of_ids, logit_filter)
 
         return in_chunks(start, leaves, used, compute)
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """What to call each way in which the loss is written, the reference first."""
+        """The functions that compute the loss, in words: the reference, then ``also_written``."""
         others = range(1, len(self.spec.also_written) + 1)
         return ("its reference", *(f"number {i} of also_written=" for i in others))
 
     def loss(self, values: TokenValues, fields: Mapping[str, Any], way: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the loss and its metrics, by default as the reference has them. For specs that
-        have a loss.
+        """Computes the loss and its metrics. The spec must have a loss.
 
         Args:
             values: of each token.
             fields: of the batch.
-            way: which of the ``ways`` to compute it.
+            way: the number in ``ways`` of the function to call; 0 is the reference.
 
         Raises:
-            UsageError: if the reference returns something else.
+            UsageError: if the function returns anything else.
         """
         who = f"spec {self.spec.name!r}: {self.ways[way]}"
         written = (self.spec, *self.spec.also_written)[way]
@@ -115,17 +115,17 @@ class BoundSpec:
 
 
 def loss_and_metrics(returned: Any, who: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the loss and the metrics of what a reference returned.
+    """Splits the result of a reference into the loss and the metrics.
 
     Args:
-        returned: by the reference.
-        who: how messages begin.
+        returned: the result.
+        who: the beginning of messages, such as "spec 'focal': its reference".
 
     Raises:
         UsageError: if it is no loss, loss and metrics, or ``Terms``.
     """
     if isinstance(returned, Terms):
-        with told_as(f"{who} returned terms that"):
+        with told_as(f"{who} returned terms that"):  # their sum is computed here
             return returned.loss, dict(returned.metrics)
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(loss, Tensor):
@@ -145,22 +145,21 @@ def checked_mapping(metrics: Any, who: str) -> dict[str, Tensor]:
 def check_scalars(loss: Any, metrics: Mapping[str, Any], dtype: torch.dtype, who: str) -> None:
     """Checks that loss and metrics are scalars, and in the dtype of the values per token."""
     for name, scalar in (("", loss), *metrics.items()):
-        if isinstance(scalar, Tensor) and not scalar.dim() and scalar.dtype == dtype:
-            continue
         what = f"metric {name!r}" if name else "loss"
         if not isinstance(scalar, Tensor) or scalar.dim():
             raise UsageError(f"{who} returned {what} as {described(scalar)}; expected a scalar tensor: add up entries")
-        got, own = (str(one).removeprefix("torch.") for one in (scalar.dtype, dtype))
-        raise UsageError(
-            f"{who} returned {what} in {got}, and computes in {own}; in torch a count divided by a count is "
-            "float32: write count.to(values.logprobs) / total, or whatever else it is computed from"
-        )
+        if scalar.dtype != dtype:
+            got, own = (str(one).removeprefix("torch.") for one in (scalar.dtype, dtype))
+            raise UsageError(
+                f"{who} returned {what} in {got}, but computes in {own}; in torch a count divided by a count is "
+                "float32: convert the count first, as in count.to(values.logprobs) / total"
+            )
 
 
 def check_metrics(
     metrics: Mapping[str, Any], declared: Mapping[str, Metric], returned: Collection[Output], who: str
 ) -> None:
-    """Checks that the reference has given what it declares, and what a candidate returns."""
+    """Checks that the reference returned only declared metrics, and all those of the candidate."""
     for name in metrics:
         if name not in declared:
             raise UsageError(f"{who} returned metric {name!r}, which metrics= lacks; {nearest(str(name), declared)}")

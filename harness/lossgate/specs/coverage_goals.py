@@ -34,15 +34,16 @@ class CoverageGoal:
 
     Args:
         meaning: what it is, to be read after "no problem reached goal NAME:".
-        unreachable_if: containers of values, by option or scenario. A candidate that supports only
-            values in one of these containers, or is given no others, cannot reach the goal.
+        unreachable_if: containers of values, by option or scenario. A candidate cannot reach the
+            goal if one container has every value of the option that the candidate supports, or
+            every choice of the scenario that it is given.
         heads: the heads at which it can be reached; empty for all.
         axes: it exists only on layouts that split one of these axes; empty for all layouts.
-        least_ranks: of one of the axes, on which it exists.
-        dtypes: the dtypes in which it can be reached; empty for all. Near a kink, the tokens at
-            which bfloat16 decides the outcome are masked.
+        least_ranks: it exists only on layouts with so many ranks on one of the axes.
+        dtypes: the dtypes in which it can be reached; empty for all. Some situations near a kink
+            can't be reached in bfloat16: tokens that rounding may move over the kink are masked.
         reached: ``(values, batch, options) -> `` a bool, or a tensor of bools of which one must be
-            true. None if ``covered=`` of the spec tells.
+            true. None if ``covered=`` of the spec finds it.
     """
 
     meaning: str
@@ -57,16 +58,17 @@ class CoverageGoal:
 Covered = Callable[[GlobalBatch, Any], set[str]]
 """``(unsharded batch, options) -> `` the names of the goals that a problem reaches."""
 
-_WITH_LABELS = ("hidden", "logits")
+WITH_LOGITS = ("hidden", "logits")
+"""The heads with logits. Only there can a kernel look up labels."""
 
 TOKEN_GOALS: Mapping[str, CoverageGoal] = {
     "trained token": CoverageGoal(meaning="a token whose label is trained"),
     "masked token": CoverageGoal(meaning="a token whose label is not trained"),
     "label on the first row": CoverageGoal(
-        meaning="a trained label on the first row of the vocabulary", heads=_WITH_LABELS
+        meaning="a trained label on the first row of the vocabulary", heads=WITH_LOGITS
     ),
     "label on the last row": CoverageGoal(
-        meaning="a trained label on the last row of the vocabulary", heads=_WITH_LABELS
+        meaning="a trained label on the last row of the vocabulary", heads=WITH_LOGITS
     ),
 }
 

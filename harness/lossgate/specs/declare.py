@@ -67,57 +67,58 @@ def spec(
     It is called with the ``TokenValues`` that it ``uses``, the whole batch as an object of the
     batch class, and an object of the option class; all floats are float64. It returns the loss, a
     scalar; or ``(loss, metrics)``; or ``lossgate.Terms``. It must be differentiable and run under
-    ``torch.vmap``: no ``.item()``, no ``if`` on a tensor. What is masked may hold NaN: select it
+    ``torch.vmap``: no ``.item()``, no ``if`` on a tensor. Masked entries may hold NaN: select them
     away with ``torch.where``.
 
     Args:
         name: of the spec, for people and files.
         batch: a class derived from ``lossgate.Batch``, with ``lossgate.field`` for each input that
-            the loss needs beside the labels and the mask.
+            the loss needs in addition to the labels and the mask.
         options: a class derived from ``lossgate.Options``, with ``lossgate.option`` for each; or
             any frozen dataclass whose fields' metadata has a ``meaning``.
-        choices: what problems draw for an option, where the option class does not say it: a tuple
-            of values, or ``lossgate.Between(low, high)``.
+        choices: by option, the values that problems draw, if the option class does not declare
+            them: a tuple of values, or ``lossgate.Between(low, high)``.
         option_groups: options that are valid only together. They are drawn from the combinations
             that the option class accepts; it refuses others with ``ValueError``.
         heads: where a kernel may start, of "hidden", "logits", "logprobs", "values" and "rewards".
             By default "hidden" and "logits", and "logprobs" if the loss uses the log-probabilities
             of the labels alone.
-        uses: what the loss is given of each token, of the names in ``TokenValues``.
+        uses: the values per token that the loss is given, of the names in ``TokenValues``.
         gathered_ids: the field ``[token, k]`` of vocabulary ids whose log-probabilities
-            ``values.logprobs`` holds, if not the labels'. A loss that uses the logits reads them at
-            these ids itself; goals of layouts then ask for these ids.
-        temperature: the option that divides the logits. The loss gets values after it, and divides
-            what else it needs, such as a teacher's logits, itself.
+            ``values.logprobs`` holds; by default it holds those of the labels. A loss that uses the
+            logits must look up these ids itself. Goals of layouts then ask for these ids.
+        temperature: the option that divides the logits. The loss gets values that are divided
+            already. It must itself divide other logits, such as a teacher's.
         softcap: the option that bounds the logits; likewise.
-        outputs: what a candidate may return beside metrics. The first is required, and carries
-            gradients by default. By default the loss, and "logprobs" if the loss uses the labels'
-            and every head gives them.
-            Without "loss", the reference returns None.
-        metrics: what else a candidate may return, each a ``lossgate.Metric`` or what it means.
+        outputs: the outputs that a candidate may return in addition to metrics. The first is
+            required, and carries gradients by default. By default they are the loss, and "logprobs"
+            if the loss uses those of the labels and every head gives them. Without "loss", the
+            reference returns None.
+        metrics: further scalars that a candidate may return, by name: a ``lossgate.Metric``, or
+            what it means.
         extra_metrics: ``(values, batch, options) -> metrics`` that cost more than the loss. They
             are computed only for a candidate that returns one of them.
-        scenarios: ways in which the fields may be drawn: choices that problems draw, and
-            ``context.scenario`` tells.
+        scenarios: ways in which fields may be drawn. Problems draw a choice of each scenario, and
+            ``context.scenario`` has it.
         draw: ``context -> fields``, for fields that are drawn together.
-        trained: ``batch -> [T]`` bool, the tokens that count for the loss; by default the mask. If
-            none does, the problem shows nothing. ``[S]`` if ``trained_dim`` is "sequence".
-        trained_dim: whether ``trained`` tells of tokens or of sequences.
-        group_size: neighbouring sequences that belong together, such as 2 for preference pairs. dp
-            keeps them on one rank.
-        goals: situations that problems must reach before a verdict counts, beside those of every
-            loss.
+        trained: ``batch -> [T]`` bool, the tokens that count for the loss; by default the mask. A
+            problem in which none counts shows nothing. ``[S]`` if ``trained_dim`` is "sequence".
+        trained_dim: whether ``trained`` returns tokens or sequences.
+        group_size: the number of neighbouring sequences that belong together, such as 2 for
+            preference pairs. dp keeps them on one rank.
+        goals: situations that problems must reach before a verdict counts, in addition to those of
+            every loss.
         covered: ``(batch of a problem, options) -> `` the names of goals that it reaches, for goals
-            without ``reached=``. One function for several goals is shorter where they share work.
-        kinks: the loss has clips or comparisons. Tokens that are too near to one of them, for the
-            dtype, are masked.
-        stop_gradient: the loss stops gradients on purpose, so that its gradient is not its
-            derivative. ``lossgate spec check`` then does not compare them.
-        tie_scenarios: scenarios in which every comparison is a tie that does not matter to loss and
-            gradients: nothing is masked.
+            without ``reached=``. A single function for several goals can share work.
+        kinks: whether the loss has clips or comparisons. Tokens that are too near to one of them
+            for the dtype are masked.
+        stop_gradient: whether the loss stops gradients on purpose, so that its gradient is not its
+            derivative. ``lossgate spec check`` then does not compare the two.
+        tie_scenarios: choices of scenarios, by scenario, in which every comparison is a tie that
+            changes neither the loss nor gradients. Then no token is masked for it.
         also_written: other functions ``(values, batch, options)`` that compute the same loss and
-            metrics as kernels may write them, and that round otherwise: ``p * log p - p * log q``
-            for ``p * (log p - log q)``. The noise of right kernels is that of all ways together.
+            metrics, but round differently, as kernels may: ``p * log p - p * log q`` instead of
+            ``p * (log p - log q)``. The noise of right kernels is that of all ways together.
         summary: one line for people; by default the first paragraph of the reference's docstring.
         source: the paper or project that the reference follows.
 
@@ -143,6 +144,6 @@ def _made(declaration: Mapping[str, Any], reference: Reference) -> Spec:
 
 
 def _first_paragraph(reference: Reference) -> str:
-    """Returns what a function's docstring says first, in one line; empty if it says nothing."""
+    """Returns the first paragraph of a function's docstring in one line; "" if it has none."""
     doc = inspect.getdoc(reference) if isinstance(reference, FunctionType) else None
     return " ".join((doc or "").split("\n\n")[0].split()).rstrip(".")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what ``lossgate.spec`` is given, and makes of it what a ``Spec`` holds."""
+"""Checks the arguments of ``lossgate.spec``, and makes the fields of a ``Spec`` from them."""
 
 import re
 from collections.abc import Container, Iterable, Sequence
@@ -21,7 +21,7 @@ from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 from lossgate.specs.token_values import USES
 
 _LARGEST_GROUP = 64
-"""Problems hold whole groups of sequences, and stay small."""
+"""The most sequences of a group. Problems hold whole groups, and stay small."""
 
 _OF_REFERENCES = ("values", "batch", "options")
 _GOALS_OF_EVERY_LOSS = {**TOKEN_GOALS, **BIAS_GOALS, **FILTER_GOALS, **SHARDING_GOALS, **IDS_GOALS}
@@ -35,7 +35,7 @@ def check_name(name: Any) -> None:
 
 
 def declared(given: Arguments) -> dict[str, Any]:
-    """Returns the fields of a ``Spec``, by name, but for those of what is decorated.
+    """Returns the fields of a ``Spec``, by name, without the decorated function.
 
     Raises:
         UsageError: if the declaration contradicts itself.
@@ -54,8 +54,8 @@ def declared(given: Arguments) -> dict[str, Any]:
         "options_type": given["options"].value,
         "options": options,
         "option_groups": _groups(given["option_groups"], options),
-        "temperature": _divisor(_temperature(given), options, none=False),
-        "softcap": _divisor(given["softcap"], options, none=True),
+        "temperature": _divisor(_temperature(given), options, may_be_none=False),
+        "softcap": _divisor(given["softcap"], options, may_be_none=True),
         "outputs": _outputs(given, uses, heads),
         "metrics": _metrics(given["metrics"]),
         "scenarios": scenarios,
@@ -66,7 +66,7 @@ def declared(given: Arguments) -> dict[str, Any]:
         "source": "" if given["source"].value == "" else given["source"].words(),
     }
     if made["temperature"] is not None and made["temperature"] == made["softcap"]:
-        raise given["softcap"].error("it is the temperature, too; give each an option")
+        raise given["softcap"].error("it is the temperature, too; give each an option of its own")
     _check_functions(given)
     _check_sequences(given)
     for name in ("kinks", "stop_gradient"):
@@ -84,21 +84,23 @@ def _heads(given: Arguments, uses: Sequence[str]) -> tuple[str, ...]:
 
 
 def _outputs(given: Arguments, uses: Sequence[str], heads: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names of outputs that are there: what a kernel returns for each token, the loss
-    must use.
+    """Returns the outputs. Those that have a value for each token need a loss that uses this value,
+    and heads that give it.
     """
     argument, ids = given["outputs"], given["gathered_ids"].value
-    other = [head for head in heads if not (HEADS[head].has_logits or head == "logprobs")]
-    has = {"logprobs": "logprobs" in uses and ids is None, "token_entropy": "entropy" in uses}
+    heads_without = [head for head in heads if not (HEADS[head].has_logits or head == "logprobs")]
+    is_used = {"logprobs": "logprobs" in uses and ids is None, "token_entropy": "entropy" in uses}
     if argument.value is None:
-        return ("loss", "logprobs") if has["logprobs"] and not other else ("loss",)
+        return ("loss", "logprobs") if is_used["logprobs"] and not heads_without else ("loss",)
     outputs = argument.names(RETURNED, "unknown output", needed=True)
-    for name in (name for name in has if name in outputs):
-        if not has[name]:
+    for name in is_used:
+        if name not in outputs:
+            continue
+        if not is_used[name]:
             wanted = "'logprobs' in uses=, and no gathered_ids=" if name == "logprobs" else "'entropy' in uses="
             raise argument.error(f"{name!r} needs {wanted}")
-        if other:
-            raise argument.error(f"head {other[0]!r} does not give {name!r}; drop one of them")
+        if heads_without:
+            raise argument.error(f"head {heads_without[0]!r} does not give {name!r}; drop one of them")
     return outputs
 
 
@@ -115,7 +117,7 @@ def _check_without_loss(given: Arguments) -> None:
 
 
 def _batch(argument: Argument, heads: Sequence[str]) -> type[Batch]:
-    """Returns a batch class, none of whose fields is an input of one of the heads, too."""
+    """Returns the batch class, and checks that no input of a head has the name of a field."""
     batch = argument.value
     if not isinstance(batch, type) or not issubclass(batch, Batch):
         raise argument.error("expected a class derived from lossgate.Batch")
@@ -123,7 +125,7 @@ def _batch(argument: Argument, heads: Sequence[str]) -> type[Batch]:
         for name in fields_of(batch):
             if name in HEADS[head].leaves:
                 raise argument.error(
-                    f"field {name!r} is also an input of head {head!r}; call it otherwise, such as 'token_{name}', "
+                    f"field {name!r} is also an input of head {head!r}; give it another name, such as 'token_{name}', "
                     f"or leave {head!r} out of heads="
                 )
     return batch
@@ -147,8 +149,13 @@ def _check_sequences(given: Arguments) -> None:
 
 
 def _check_functions(given: Arguments) -> None:
-    takes = {"draw": ("context",), "trained": ("batch",), "covered": ("batch", "options")}
-    for name, own in {**takes, "extra_metrics": _OF_REFERENCES}.items():
+    takes = {
+        "draw": ("context",),
+        "trained": ("batch",),
+        "covered": ("batch", "options"),
+        "extra_metrics": _OF_REFERENCES,
+    }
+    for name, own in takes.items():
         if given[name].value is not None:
             given[name].function(*own)
 
@@ -183,7 +190,7 @@ def _options(given: Arguments) -> tuple[Option, ...]:
         raise argument.error(str(error)) from None
     for option in options:
         if option.name in (*COMMON_OPTIONS, EMPTY.name):
-            raise argument.error(f"option {option.name!r} is one that every spec has; call it otherwise")
+            raise argument.error(f"every spec has an option {option.name!r} already; give it another name")
     return options
 
 
@@ -192,7 +199,7 @@ def _names(options: Iterable[Option]) -> list[str]:
 
 
 def _groups(argument: Argument, options: Sequence[Option]) -> tuple[tuple[str, ...], ...]:
-    """Returns groups of options, none of which is in two."""
+    """Returns the groups, and checks that no option is listed twice."""
     groups = argument.value
     if not isinstance(groups, tuple) or not all(isinstance(group, tuple) for group in groups):
         raise argument.error("expected a tuple of tuples of options, such as (('top_k', 'top_p'),)")
@@ -200,32 +207,34 @@ def _groups(argument: Argument, options: Sequence[Option]) -> tuple[tuple[str, .
     for name in names:
         argument.known(name, _names(options), "unknown option")
         if names.count(name) > 1:
-            raise argument.error(f"{name!r} stands in it twice; join its groups")
+            raise argument.error(f"{name!r} is listed twice; join its groups")
     return groups
 
 
 def _temperature(given: Arguments) -> Argument:
-    own = given["temperature"]
-    filters = issubclass(given["options"].value, FilterOptions)  # they have a temperature
-    return Argument(own.call, own.name, "temperature") if filters and own.value is None else own
+    """Returns the argument. By default it is the temperature of ``FilterOptions``."""
+    argument = given["temperature"]
+    if argument.value is None and issubclass(given["options"].value, FilterOptions):
+        return Argument(argument.call, argument.name, "temperature")
+    return argument
 
 
-def _divisor(argument: Argument, options: Sequence[Option], *, none: bool) -> str | None:
-    """Returns the name of an option that divides the logits, and has numbers above 0 only.
+def _divisor(argument: Argument, options: Sequence[Option], *, may_be_none: bool) -> str | None:
+    """Returns the name of an option that divides the logits, and checks that it is positive.
 
     Args:
         argument: the temperature or the soft-cap.
         options: of the spec.
-        none: whether one of the values may be None.
+        may_be_none: whether one of the option's values may be None.
     """
     if argument.value is None:
         return None
     name = argument.one_of(_names(options), "no such option")
     option = next(option for option in options if option.name == name)
     for value in option.interval or option.choices:
-        number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        if not number and not (none and value is None):
-            expected = "numbers above 0, or None" if none else "numbers above 0"
+        positive = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        if not positive and not (may_be_none and value is None):
+            expected = "numbers above 0, or None" if may_be_none else "numbers above 0"
             raise argument.error(f"the option has the value {value!r}; expected {expected}")
     return name
 
@@ -234,7 +243,7 @@ def _divisor(argument: Argument, options: Sequence[Option], *, none: bool) -> st
 
 
 def _metrics(argument: Argument) -> dict[str, Metric]:
-    """Returns metrics by name, each of which may be given as what it means."""
+    """Returns the metrics by name. A metric may be given as text, which is its meaning."""
     found = dict[str, Metric]()
     argument.mapping("{'accuracy': 'what it means'}")
     for name, own in argument.items():
@@ -244,7 +253,7 @@ def _metrics(argument: Argument) -> dict[str, Metric]:
         if not isinstance(name, str) or not name.strip() or not metric.meaning.strip():
             raise own.error("expected words as the name of a metric, and as what it means")
         if name in RETURNED or name.startswith("grad of "):
-            raise own.error(f"{name!r} is an output of its own; call the metric otherwise")
+            raise own.error(f"{name!r} is the name of another output; give the metric another name")
         if metric.reduction not in get_args(Reduction):
             raise own.error(
                 f"its reduction is {metric.reduction!r}; expected one of {', '.join(get_args(Reduction))}. A mean is a "
@@ -255,7 +264,7 @@ def _metrics(argument: Argument) -> dict[str, Metric]:
 
 
 def _scenarios(given: Arguments, options: Sequence[Option]) -> tuple[Option, ...]:
-    """Returns the scenarios, if each has a name of its own, and choices that are strings."""
+    """Returns the scenarios, and checks that each has its own name, and strings as choices."""
     argument = given["scenarios"]
     if not isinstance(argument.value, tuple) or not all(isinstance(one, Option) for one in argument.value):
         raise argument.error("expected a tuple of lossgate.Option(name=..., ...)")
@@ -283,7 +292,13 @@ def _ties(argument: Argument, scenarios: Sequence[Option]) -> dict[str, str]:
 
 
 def _parts(given: Arguments, part: str, of: Any) -> dict[str, Argument]:
-    """Returns the fields of an object that stands in an argument of a spec."""
+    """Returns the fields of an object within an argument of a spec.
+
+    Args:
+        given: the arguments of the spec.
+        part: how messages introduce the object, such as ``goal 'clipped': CoverageGoal(``.
+        of: the object.
+    """
     call = given["name"].value
     return arguments(f"spec({call!r}): {part}", vars(of))
 
@@ -292,7 +307,9 @@ def _parts(given: Arguments, part: str, of: Any) -> dict[str, Argument]:
 
 
 def _goals(given: Arguments, options: Sequence[Option], scenarios: Sequence[Option]) -> dict[str, CoverageGoal]:
-    """Returns the goals by name, if each can be reached and needs what exists."""
+    """Returns the goals by name. Checks that each says how it is reached, and names only options,
+    scenarios, heads, axes and dtypes that exist.
+    """
     argument = given["goals"]
     goals = argument.mapping("{'clipped': lossgate.CoverageGoal(meaning=..., reached=...)}")
     of_scenarios = {f"{scenario.name}: {choice}" for scenario in scenarios for choice in scenario.choices}
@@ -301,21 +318,22 @@ def _goals(given: Arguments, options: Sequence[Option], scenarios: Sequence[Opti
         if not isinstance(name, str) or not name.strip():
             raise argument.error(f"the name of a goal is {name!r}; expected words")
         if name in of_scenarios:
-            raise own.error("it has the name of a scenario's choice, which is a goal anyway; call it otherwise")
+            raise own.error("a scenario's choice has a goal of this name already; give it another name")
         if name in _GOALS_OF_EVERY_LOSS:
-            raise own.error("every loss has a goal of this name; call it otherwise")
+            raise own.error("every loss has a goal of this name already; give it another name")
         goal = own.instance(CoverageGoal, "lossgate.CoverageGoal(meaning=..., reached=...)")
         if goal.reached is None and given["covered"].value is None:
             raise own.error("it does not say how it is reached; give it reached=, or the spec covered=")
-        goals[name] = replace(goal, **_of_goal(_parts(given, f"goal {name!r}: CoverageGoal(", goal), situations))
+        parts = _parts(given, f"goal {name!r}: CoverageGoal(", goal)
+        goals[name] = replace(goal, **_of_goal(parts, situations))
     return goals
 
 
 def _of_goal(goal: Arguments, situations: Sequence[str]) -> dict[str, Any]:
-    """Returns where a goal can be reached.
+    """Checks the fields of a goal, and returns those that say where it can be reached.
 
     Args:
-        goal: its fields.
+        goal: the fields.
         situations: the names of options and scenarios.
     """
     goal["meaning"].words()

@@ -13,7 +13,7 @@ from torch import Tensor
 from dense_losses import kept_tokens
 from lossgate.numerics.float_formats import FLOAT32, FloatFormat
 from lossgate.problems.random_streams import RandomStreams
-from lossgate.specs.coverage_goals import CoverageGoal
+from lossgate.specs.coverage_goals import WITH_LOGITS, CoverageGoal
 from lossgate.specs.option import TEMPERATURE
 from lossgate.specs.record import Options, option
 
@@ -21,23 +21,24 @@ LOGIT_FILTER = "logit_filter"
 """The field ``[tokens, vocab]`` that says which logits enter the softmax; absent if all do."""
 
 TOP_K, TOP_P = (None, 8, 3), (1.0, 0.9, 0.5)
-"""What problems draw: NeMo-RL's tests have 8 and 0.9."""
+"""The values that problems draw: NeMo-RL's tests have 8 and 0.9."""
 
 _MARGIN = 2.0**-7
-"""Nats that the edge of a filter keeps clear of, so that rounding moves nothing across it."""
+"""Nats by which the logits of trained tokens keep clear of the edge of a filter, so that rounding
+moves none of them across it."""
 
 _ROUNDINGS = 4
-"""The same in units of ``eps`` times the largest logit of a token, for coarser formats. A kernel
-may round logits after the product, after the bias and after the temperature. That moves two logits
-apart by 3 such units at most."""
+"""The same margin for formats coarser than float32, in units of ``eps`` times the largest logit of
+a token. A kernel may round logits after the product, after the bias and after the temperature. That
+moves two logits apart by at most 3 such units."""
 
 _MOVED = 0.75
-"""Share of the labels outside of a filter that problems replace by one inside: a policy that is
-filtered in generation as in training mostly generates those."""
+"""Share of the filtered labels that problems replace by labels that stay. A policy whose filter is
+the same in generation and in training mostly generates labels that stay."""
 
 
 class FilterOptions(Options):
-    """What makes a distribution of logits."""
+    """The options that turn logits into a distribution."""
 
     temperature: float = option(1.0, "divides the logits, before they are filtered", between=TEMPERATURE)
     top_k: int | None = option(
@@ -46,14 +47,16 @@ class FilterOptions(Options):
         choices=TOP_K,
     )
     top_p: float = option(
-        1.0, "of those, only the most probable, until their probability reaches this. 1 for all", choices=TOP_P
+        1.0,
+        "of the logits that top_k leaves, only the most probable, until their probabilities reach this sum. 1 for all",
+        choices=TOP_P,
     )
 
     def check_filter(self) -> None:
         """Checks the numbers.
 
         Raises:
-            ValueError: One is out of range.
+            ValueError: if one of them is out of range.
         """
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; expected a positive number of tokens, or None for all")
@@ -69,21 +72,21 @@ def filters(options: Any) -> bool:
 def filter_fields(
     logits: Tensor, fields: Mapping[str, Tensor], coarsest: FloatFormat, options: FilterOptions, streams: RandomStreams
 ) -> dict[str, Tensor]:
-    """Makes the fields of a problem with a filter.
+    """Returns the fields that a filter changes in a problem.
 
-    Tokens for which rounding could decide otherwise what stays are masked. Most labels that are
-    filtered out are replaced by others that are not.
+    A token is masked if rounding could change which of its logits stay. Most labels that are
+    filtered out are replaced by labels that stay.
 
     Args:
         logits: ``[T, V]``, before the temperature.
-        fields: those of ``problems.tokens.draw_tokens``.
-        coarsest: to which kernels round.
+        fields: those of ``problems.batch.draw_tokens``.
+        coarsest: the coarsest format to which kernels round.
         options: those of the problem.
         streams: decides which labels are replaced, and by which.
     """
     passing, close = passing_logits(logits, coarsest, options)
     chance = streams.uniform("kept labels", *passing.shape)
-    inside = torch.where(passing, chance, -1.0).argmax(1)
+    inside = torch.where(passing, chance, -1.0).argmax(1)  # any logit that stays, at random
     outside = ~of_labels(passing, fields["labels"])
     moved = outside & (streams.uniform("moved labels", len(passing)) < _MOVED)
     labels = torch.where(moved, inside, fields["labels"])
@@ -96,29 +99,39 @@ def filter_fields(
 
 
 def passing_logits(logits: Tensor, coarsest: FloatFormat, options: FilterOptions) -> tuple[Tensor, Tensor]:
-    """Returns ``[T, V]`` bool, which logits stay; and ``[T]`` bool, whether rounding could decide
-    it otherwise.
+    """Returns ``[T, V]`` bool: the logit stays; and ``[T]`` bool: rounding could change which
+    logits of the token stay.
     """
     tempered = logits / options.temperature
     eps = 2 * coarsest.unit if coarsest != FLOAT32 else 0.0
     margin = (_ROUNDINGS * eps * tempered.abs().amax(1)).clamp(min=_MARGIN)
     passing = kept_tokens(tempered, options.top_k, options.top_p)
     close = torch.zeros(len(passing), dtype=torch.bool)
-    vocab = passing.shape[1]
     ordered = tempered.sort(1, descending=True).values
-    if options.top_k is not None and options.top_k < vocab:
+    if options.top_k is not None and options.top_k < passing.shape[1]:
         close |= ordered[:, options.top_k - 1] - ordered[:, options.top_k] < margin
         ordered = ordered[:, : options.top_k]
     if options.top_p < 1:
-        # Logits that move against each other by up to the margin move a log-odds by no more.
-        kept = ordered.softmax(1).cumsum(1)[:, :-1]  # all together are 1, which nothing moves
-        apart = (kept.logit() - log(options.top_p / (1 - options.top_p))).abs()
-        close |= (apart < margin[:, None]).any(1)
-        close |= (
-            (ordered[:, :-1] - ordered[:, 1:] < margin[:, None])
-            & passing.sum(1, keepdim=True).eq(torch.arange(1, ordered.shape[1]))
-        ).any(1)
+        close |= _close_to_top_p(ordered, passing.sum(1), options.top_p, margin)
     return passing, close
+
+
+def _close_to_top_p(ordered: Tensor, kept: Tensor, top_p: float, margin: Tensor) -> Tensor:
+    """Returns ``[T]`` bool: rounding could change which logits top-p keeps.
+
+    Args:
+        ordered: ``[T, k]``, the logits that top-k leaves, the largest first.
+        kept: ``[T]``, how many logits top-p keeps.
+        top_p: the probability that they must reach.
+        margin: ``[T]``, by how much rounding may move two logits apart.
+    """
+    # Logits that move against each other by up to the margin move a log-odds by no more.
+    reached = ordered.softmax(1).cumsum(1)[:, :-1]  # all together are 1, which nothing moves
+    apart = (reached.logit() - log(top_p / (1 - top_p))).abs()
+    gaps = ordered[:, :-1] - ordered[:, 1:]
+    is_edge = kept[:, None] == torch.arange(1, ordered.shape[1])
+    near_sum, near_tie = apart < margin[:, None], is_edge & (gaps < margin[:, None])
+    return (near_sum | near_tie).any(1)
 
 
 def of_labels(passing: Tensor, labels: Tensor) -> Tensor:
@@ -142,21 +155,23 @@ def covered_filter_goals(fields: Mapping[str, Tensor], trained: Tensor) -> set[s
     """
     if LOGIT_FILTER not in fields:
         return set()
-    stay = labels_stay(fields)[trained]
-    covered = set() if stay.all() else {"label filtered out"}
-    return covered | ({"label kept by a filter"} if not fields[LOGIT_FILTER].all() and stay.any() else set())
+    stay, covered = labels_stay(fields)[trained], set[str]()
+    if not stay.all():
+        covered.add("label filtered out")
+    if stay.any() and not fields[LOGIT_FILTER].all():
+        covered.add("label kept by a filter")
+    return covered
 
 
 _UNFILTERED = {"top_k": (None,)}
-_WITH_LOGITS = ("hidden", "logits")
 
 FILTER_GOALS: Mapping[str, CoverageGoal] = {
     "label filtered out": CoverageGoal(
         meaning="a trained label that top-k filters out, with log-probability -inf",
         unreachable_if=_UNFILTERED,
-        heads=_WITH_LOGITS,
+        heads=WITH_LOGITS,
     ),
     "label kept by a filter": CoverageGoal(
-        meaning="a trained label among those that a filter keeps", unreachable_if=_UNFILTERED, heads=_WITH_LOGITS
+        meaning="a trained label among those that a filter keeps", unreachable_if=_UNFILTERED, heads=WITH_LOGITS
     ),
 }

@@ -17,7 +17,8 @@ from lossgate.specs.record import Between, check_domain
 
 TEMPERATURE = (0.3, 3.0)
 SOFTCAPS = (None, 2.0, 30.0)
-"""What problems draw: 30 is that of Gemma 2, and 2 bends logits that are as small as theirs."""
+"""The soft-caps that problems draw. 30 is that of Gemma 2; 2 bends even the small logits of
+problems."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +29,11 @@ class Option:
         name: of the option.
         meaning: what it does, for people.
         default: its default.
-        choices: the values that problems draw. One that stands twice is drawn twice as often.
-        interval: two numbers between which problems draw, in place of ``choices``.
-        on_request: of a scenario: choices that problems have only for candidates that exclude all
-            others.
+        choices: the values that problems draw. A value that is listed twice is drawn twice as
+            often.
+        interval: two numbers between which problems draw, instead of ``choices``.
+        on_request: further choices of a scenario. Problems have them only for candidates that
+            exclude all of ``choices``.
 
     A kernel may support numbers that ``choices`` does not list, if one of the choices is a float.
     """
@@ -56,9 +58,9 @@ class Option:
     def drawn(self) -> tuple[Any, ...]:
         """The values that problems draw.
 
-        Of an interval these are the default and evenly spaced numbers, rounded to bfloat16, so that
-        rounding the option itself is no error. Where the interval is too narrow for that, they are
-        rounded to float32.
+        For an interval, these are the default and evenly spaced numbers. They are rounded to
+        bfloat16, so that a kernel makes no error if it rounds the option itself; or to float32, if
+        the interval is too narrow for bfloat16.
         """
         if self.interval is None:
             return self.choices
@@ -89,11 +91,11 @@ COMMON_OPTIONS: Mapping[str, Option] = MappingProxyType(
         ),
     }
 )
-"""What a candidate of any spec may support or not, beside the options of its spec."""
+"""The options that every spec has in addition to its own."""
 
 EMPTY = Option(
     name="empty",
-    meaning="what may be empty: a sequence, which then has no token; or a dp rank, none of whose sequences has one",
+    meaning="what may be empty: a sequence, which then has no token; or a dp rank, whose sequences then are all empty",
     default="nothing",
     choices=("sequence", "rank"),
 )
@@ -101,7 +103,8 @@ EMPTY = Option(
 
 
 _ENOUGH = 8
-"""Numbers of an interval. Steps of a power of ten give at least ten, before they are rounded."""
+"""The fewest numbers that an interval should have. Steps of a power of ten give at least ten before
+they are rounded, which may make some equal."""
 
 
 def _evenly(low: float, high: float, dtype: torch.dtype) -> list[float]:
@@ -120,11 +123,11 @@ def options_of(options_type: type, domains: Mapping[str, Domain]) -> tuple[Optio
     Args:
         options_type: the dataclass of the options. Each field's metadata holds its ``meaning``, and
             may hold its ``domain``.
-        domains: what problems draw for each field, where the class does not say it or says
-            otherwise.
+        domains: by field, the values that problems draw. They replace those of the class.
 
     Raises:
-        UsageError: if a field has no default, meaning or domain, or ``domains`` names another one.
+        UsageError: if a field has no default, meaning or domain, or ``domains`` names none of the
+            fields.
     """
     known = {f.name: f for f in fields(options_type)}
     for name in domains:

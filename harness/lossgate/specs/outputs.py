@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel gives back and is compared: loss, values per token, metrics, and the gradient of
+"""The outputs of kernels that are compared: loss, values per token, metrics, and the gradient of
 each differentiable input.
 """
 
@@ -13,12 +13,12 @@ Kind = Literal["loss", "token value", "metric", "gradient"]
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor that a candidate gives back."""
+    """One tensor that a candidate gives back, or whose gradient it gives."""
 
     kind: Kind
     name: str
-    """As in ``lossgate.Outputs``: "loss", "logprobs", "token_entropy" or a metric's name; for a
-    gradient the input's name."""
+    """The name in ``lossgate.Outputs``: "loss", "logprobs", "token_entropy" or that of a metric.
+    For a gradient, the name of the input."""
     dims: Dims = ()
 
     def __str__(self) -> str:
@@ -30,7 +30,8 @@ LOGPROBS = Output("token value", "logprobs", ("token",))
 TOKEN_ENTROPY = Output("token value", "token_entropy", ("token",))
 
 RETURNED = {output.name: output for output in (LOSS, LOGPROBS, TOKEN_ENTROPY)}
-"""The outputs that a candidate may return beside metrics, by their name in ``lossgate.Outputs``."""
+"""The outputs that a candidate may return, without metrics, by their name in
+``lossgate.Outputs``."""
 
 
 def metric_output(name: str) -> Output:
@@ -38,9 +39,7 @@ def metric_output(name: str) -> Output:
 
 
 def gradient_output(leaf: str, dims: Dims) -> Output:
-    """Returns the output that is the gradient of a differentiable input, which has the input's
-    dims.
-    """
+    """Returns the output for the gradient of a differentiable input, which has the same dims."""
     return Output("gradient", leaf, dims)
 
 
@@ -53,8 +52,8 @@ class Metric:
 
     Args:
         meaning: what it is, for people.
-        reduction: how the parts of ranks that share a batch make the whole: "sum", "min" or "max".
-            A mean is a sum that is already divided by a count of the whole batch.
+        reduction: how the parts of ranks that share a batch are combined: "sum", "min" or "max". A
+            mean is a sum that is already divided by a count of the whole batch.
     """
 
     meaning: str

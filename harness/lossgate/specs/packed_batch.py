@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel is given on each rank: the local shards of one packed batch, and what is known of
-the whole.
+"""The inputs of a kernel on each rank: its shards of one packed batch, and counts of the whole
+batch.
 
 The inputs of a spec at a head are the fields of its batch class and the leaves of the head.
 """
@@ -24,16 +24,18 @@ class Batch(Record):
     before it is split: position t's label is token t + 1. The raw ids are there for kernels that
     shift themselves.
 
-    A candidate with ``tokens="rows"`` or ``"packed"`` gets what is ``[token, ...]`` here for whole
-    sequences, as a framework has them before it shifts and splits: ``[B, S, ...]``, a row for each
-    sequence of its dp rank, of any width; or ``[1, padded T, ...]``, the padded pack of its dp
-    rank. What belongs to the prediction of a token is then at that token, one entry later. So
-    labels are the ids themselves, and advantages and log-probabilities of other policies have an
-    unused entry at the first token. Entries without a value hold anything: the first of each
-    sequence, its mask too, and padding, where masks are false. Hidden states, logits and other
-    differentiable inputs stay those of this rank: its tokens after padding and split.
+    A candidate with ``tokens="rows"`` or ``"packed"`` gets whole sequences for each field that is
+    ``[token, ...]`` here, as a framework has them before it shifts and splits. With "rows" the
+    shape is ``[B, S, ...]``: a row for each sequence of its dp rank, of any width. With "packed" it
+    is ``[1, padded T, ...]``: the padded pack of its dp rank. A value that belongs to the
+    prediction of a token is then at that token, one entry later. So labels are the ids themselves,
+    and advantages and log-probabilities of other policies have no value at the first token. The
+    first entry of such a field, even of the mask, may hold anything. So may padding, except that
+    masks are false there. Hidden states, logits and other differentiable inputs stay those of this
+    rank: its tokens after padding and split.
 
-    A reference gets the same for the whole batch, on one rank, without padding and in float64.
+    A reference gets the same fields for the whole batch, on one rank, without padding and in
+    float64.
     """
 
     labels: Tensor = built_in_field(
@@ -52,12 +54,12 @@ class Batch(Record):
     )
     cu_seqlens: Tensor = built_in_field(
         "sequences+1",
-        "where the sequences of this dp rank would start, end to end without padding",
+        "where the sequences of this dp rank would start if they were laid end to end without padding",
         dtype="int32",
     )
     cu_seqlens_padded: Tensor = built_in_field(
         "sequences+1",
-        "where they start in this dp rank's padded pack, before cp splits it",
+        "where the sequences start in this dp rank's padded pack, before cp splits it",
         dtype="int32",
     )
     valid_tokens: Tensor = built_in_field(
@@ -71,8 +73,8 @@ class Batch(Record):
     vocab_start: int = built_in_field("", "first row of the vocabulary that this rank owns", dtype="int")
     vocab_end: int = built_in_field(
         "",
-        "one past the last. Rows beyond vocab_end - vocab_start of the local weight or logits are padding, and take "
-        "no part in the softmax",
+        "one past the last row that this rank owns. Rows beyond vocab_end - vocab_start of the local weight or logits "
+        "are padding, and take no part in the softmax",
         dtype="int",
     )
 
@@ -82,7 +84,7 @@ class Batch(Record):
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
-        """Returns an object with these fields alone; it lacks those that are not there yet."""
+        """Returns an object with these fields. Fields that are not computed yet may be missing."""
         made = object.__new__(cls)
         vars(made).update(fields)
         return made
@@ -98,13 +100,13 @@ class Batch(Record):
         return len(self.cu_seqlens) - 1
 
     def to_rows(self, tensor: Tensor, fill: float = 0) -> Tensor:
-        """Lays tokens out in a row for each sequence, padded on the right, as most frameworks have
-        them: ``inputs.to_rows(inputs.hidden)``. Gradients flow through.
+        """Lays tokens out in a row for each sequence, padded on the right, as in most frameworks:
+        ``inputs.to_rows(inputs.hidden)``. Gradients flow through.
 
         Args:
             tensor: ``[T, ...]``, of the tokens of this rank; not on layouts with cp, where a rank
                 holds a part of each sequence.
-            fill: what padding is filled with; False for masks, -100 for labels to ignore, say.
+            fill: the value of padding, such as False for masks, or -100 for labels to ignore.
 
         Returns:
             ``[B, S, ...]``: B sequences of this dp rank, S tokens of the longest, at least 1. With
@@ -120,8 +122,8 @@ class Batch(Record):
         through.
 
         Args:
-            rows: ``[B, S, ...]``. S may be another, but at most one less than the longest sequence
-                has tokens: the last one predicts nothing.
+            rows: ``[B, S, ...]``. S may differ from that of ``to_rows``. It is at least one less
+                than the tokens of the longest sequence, because its last token predicts nothing.
 
         Returns:
             ``[T, ...]``, as the kernel returns them; 0 at padding.
@@ -132,7 +134,7 @@ class Batch(Record):
         return self._rows.pack(rows)
 
     def per_sequence(self, tensor: Tensor) -> Tensor:
-        """Returns one number for each sequence, where all its trained tokens have the same:
+        """Returns for each sequence the number that all its trained tokens share:
         ``inputs.per_sequence(inputs.advantages)``. See scenario ``advantages_per``.
 
         Args:
@@ -153,11 +155,12 @@ class Batch(Record):
 
 
 def _check_fields(batch: type[Batch]) -> None:
-    """Checks what a class adds to ``Batch``.
+    """Checks the fields that a class adds to ``Batch``.
 
     Raises:
-        UsageError: if a field does not say what it holds, or has the name of something in every
-            batch. Such a field may mean something else, and ``valid_tokens`` count it.
+        UsageError: if a field is not declared with ``lossgate.field``, or has a name that every
+            batch has already. But a field of ``Batch`` may be declared again with another meaning,
+            and ``valid_tokens`` with another count.
     """
     declared, common = fields_of(batch), fields_of(Batch)
     for f in dataclass_fields(batch):
@@ -166,20 +169,24 @@ def _check_fields(batch: type[Batch]) -> None:
                 f"{batch.__name__}.{f.name} does not say what it holds; write "
                 f"{f.name}: Tensor = lossgate.field('token', 'what it is', ...)"
             )
-    for name in (*vars(batch).get("__annotations__", {}), *(name for name in _OWN if name in vars(batch))):
+    annotated = vars(batch).get("__annotations__", {})
+    overridden = [name for name in _OWN if name in vars(batch)]
+    for name in (*annotated, *overridden):
         if name in common and _only_means_otherwise(name, declared[name]):
             continue
         if name in common or name in _OWN:
-            way_out = "its count= may differ, and nothing else" if name == "valid_tokens" else "call it otherwise"
+            way_out = "only its count= may differ" if name == "valid_tokens" else "give it another name"
             raise UsageError(f"{batch.__name__}.{name}: every batch has {name!r} already; {way_out}")
 
 
 _OWN = ("of", "lengths", "sequences", "to_rows", "from_rows", "per_sequence", "logit_filter")
-"""What every batch has beside its fields; the last one only where options filter."""
+"""Names of every batch that are not fields. It has the last one only if options filter."""
 
 
 def _only_means_otherwise(name: str, own: Field) -> bool:
-    """Returns whether a field is that of ``Batch``, up to what it means, counts or belongs to."""
+    """Returns whether a field differs from that of ``Batch`` only in its meaning, in ``unshifted``,
+    or in the count of ``valid_tokens``.
+    """
     common = fields_of(Batch)[name]
     count = own.count if name == "valid_tokens" else None
     return own == replace(common, meaning=own.meaning, unshifted=own.unshifted, count=count)
@@ -187,7 +194,7 @@ def _only_means_otherwise(name: str, own: Field) -> bool:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Where the tokens of a rank's padded pack lie in rows.
+    """Lays the tokens of a rank's padded pack out in rows, and back.
 
     Gradients flow through both ways.
     """
@@ -229,25 +236,26 @@ class PaddedRows:
         """Undoes ``lay``: returns ``[T, ...]``, 0 at padding.
 
         Raises:
-            UsageError: if it is no rows, or they are too narrow.
+            UsageError: if there are not as many rows as sequences, or they are too narrow.
         """
-        sequences, needed = len(self.lengths), max([0, *self.lengths.tolist()]) - 1
+        sequences, needed = len(self.lengths), max([1, *self.lengths.tolist()]) - 1
         if rows.dim() < 2 or len(rows) != sequences or rows.shape[1] < needed:
             raise UsageError(
                 f"from_rows(a tensor of shape {list(rows.shape)}): expected [{sequences}, S, ...], a row for each "
-                f"sequence of this dp rank; S is at least {max(needed, 0)}, one less than the longest"
+                f"sequence of this dp rank; S is at least {needed}: the tokens of the longest sequence, less one"
             )
         in_rows, in_pack = self._places(rows.device, rows.shape[1])
         pack = rows.new_zeros((self.tokens, *rows.shape[2:]))
         return pack.index_copy(0, in_pack, rows.flatten(0, 1).index_select(0, in_rows))
 
     def of_trained(self, tensor: Tensor, mask: Tensor) -> Tensor:
-        """Returns ``[B]``: the number that all trained tokens of a sequence have; 0 if none is.
+        """Returns ``[B]``: the number that all trained tokens of a sequence share; 0 if no token is
+        trained.
 
         Args:
             tensor: ``[T]`` of shards; or whole sequences, ``[B, S]`` or ``[1, T]``, where the
-                number of a prediction is at the token that is predicted: the first has none.
-            mask: the tokens that are trained, laid out likewise.
+                number of a prediction is at the token that is predicted, and the first has none.
+            mask: the trained tokens, in the same shape.
 
         Raises:
             UsageError: if the trained tokens of a sequence have different numbers.
@@ -263,13 +271,16 @@ class PaddedRows:
         if bool((trained & (numbers != found[:, None])).any()):
             raise UsageError(
                 f"per_sequence(a tensor of shape {list(tensor.shape)}): the trained tokens of a sequence have "
-                "different numbers; of advantages, exclude that in supports: "
+                "different numbers. If they are advantages, declare in supports that they never differ by token: "
                 "{'advantages_per': lossgate.Excluded('token', because='...')}"
             )
         return found
 
     def _predicted(self, tensor: Tensor) -> Tensor:
-        """Returns rows of what belongs to predictions, ``[B, S]``; 0 where there is none."""
+        """Returns rows ``[B, S]`` with the number of each prediction; 0 where nothing is predicted.
+
+        Each number is at the token that predicts, as in shards.
+        """
         if tensor.dim() == 1:
             return self.lay(tensor, 0)
         given_rows = tensor.shape == (len(self.lengths), self.width)
@@ -278,12 +289,12 @@ class PaddedRows:
         return torch.where(there, rows, 0)
 
     def _places(self, device: torch.device, width: int) -> tuple[Tensor, Tensor]:
-        """Returns the places of all real tokens in rows of some width laid end to end, and in the
-        padded pack. Rows that are one token too narrow leave out the last one.
+        """Returns the places of all real tokens in rows that are laid end to end, and in the padded
+        pack. If rows are narrower than a sequence, its last tokens are left out.
         """
-        column = torch.arange(width, device=self.lengths.device)
-        sequence, column = (column < self.lengths[:, None]).nonzero(as_tuple=True)
+        columns = torch.arange(width, device=self.lengths.device)
+        sequence, column = (columns < self.lengths[:, None]).nonzero(as_tuple=True)
         return (sequence * width + column).to(device), (self.starts[sequence] + column).to(device)
 
 
-_CP = "a rank of a layout with cp holds a part of each sequence, so leave cp out of axes, or gather them first"
+_CP = "a rank of a layout with cp holds a part of each sequence, so leave cp out of axes, or gather the tokens first"

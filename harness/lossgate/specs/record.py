@@ -50,23 +50,23 @@ def field(
             weights: Tensor = lossgate.field("token", "its weight", draw=lambda c: c.uniform())
 
     Args:
-        dims: the names of its dims, separated by spaces: "token", "sequence", "vocab" are split
-            over ranks, every other name is not. "" is a scalar.
+        dims: the names of its dims, separated by spaces; "" for a scalar. Dims "token", "sequence"
+            and "vocab" are split over ranks, all others are not.
         meaning: what it holds, for people.
         dtype: "float32", "bool" or "int64". A bool for each token is a mask: false at padding.
-        draw: ``context -> tensor``, how problems draw it; see ``lossgate.FieldContext``. By default
+        draw: ``context -> tensor``, which draws it; see ``lossgate.FieldContext``. By default
             floats are standard normal, and about two in three bools are true.
-        count: ``batch -> tensor``, for what counts or sums other fields over the whole batch. It is
-            computed anew whenever a token is masked.
-        unshifted: it is what a model gives at the token that it reads, such as a teacher's logits
-            or values; not what belongs to a label, such as advantages and log-probabilities. It
-            matters only to candidates with ``tokens="rows"`` or ``"packed"``, who find it at that
-            token, and what belongs to a label one entry later.
-        unused: the reference does not use it: kernels may compute another field of it. No mistake
-            is then known of it.
+        count: ``batch -> tensor``, for a count or sum of other fields over the whole batch. It is
+            computed again whenever a token is masked.
+        unshifted: whether the field belongs to the token itself, such as a teacher's logits or
+            values, and not to the prediction of the next token, such as advantages and
+            log-probabilities. It matters only to candidates with ``tokens="rows"`` or ``"packed"``:
+            they find the values of predictions one entry later.
+        unused: whether the reference does without it, because kernels may compute another field
+            from it. No known mistake is then about this field.
 
     Raises:
-        UsageError: if an argument is none of these.
+        UsageError: if an argument is not as described.
     """
     given = arguments(f"field({shown(dims)}, ", locals())
     _check_dims(Argument("field(", "dims", dims))
@@ -75,7 +75,7 @@ def field(
     if draw is not None and count is not None:
         raise given["count"].error("give draw= or count=, not both")
     if count is not None and dims.split():
-        raise given["count"].error("what counts the whole batch is a scalar; write field('', ...)")
+        raise given["count"].error("a count of the whole batch is a scalar; write field('', ...)")
     for name, takes in (("draw", "context"), ("count", "batch")):
         if given[name].value is not None:
             given[name].function(takes)
@@ -105,14 +105,14 @@ def _check_dims(dims: Argument) -> None:
         if not dim.isidentifier():
             raise dims.error(f"{dim!r} is no name of a dim; separate names by spaces alone")
     if len({*names}) < len(names):
-        raise dims.error("a dim stands twice; give each dim a name of its own")
+        raise dims.error("a dim is named twice; give each dim a name of its own")
     if "token" in names[1:]:
         raise dims.error("the dim 'token' must be the first")
 
 
 @dataclass(frozen=True)
 class Field:
-    """What ``field`` declares."""
+    """An input as ``field`` declares it."""
 
     dims: Dims
     meaning: str
@@ -146,12 +146,12 @@ def option(
     Args:
         default: its default.
         meaning: what it does, for people.
-        choices: the values that problems draw, the default among them. A kernel may support other
-            numbers too, if one of these is a float. By default False and True, for a bool.
-        between: problems draw numbers between these two, in place of ``choices``.
+        choices: the values that problems draw, including the default. If one is a float, a kernel
+            may also support numbers that are not listed. By default a bool has both values.
+        between: two numbers between which problems draw, instead of ``choices``.
 
     Raises:
-        UsageError: if an argument is none of these.
+        UsageError: if an argument is not as described.
     """
     given = arguments(f"option({shown(default)}, ", locals())
     meaning = given["meaning"].words()
@@ -159,32 +159,33 @@ def option(
         raise given["between"].error("give choices= or between=, not both")
     domain: Any = choices
     if between is not None:
-        numbers = isinstance(between, tuple) and len(between) == 2  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not numbers:
+        is_pair = isinstance(between, tuple) and len(between) == 2  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not is_pair:
             raise given["between"].error(_TWO_NUMBERS)
         domain = Between(*between)
     elif choices == () and isinstance(default, bool):
         domain = (default, not default)
     check_domain(default, domain, given["choices" if between is None else "between"])
-    return dataclass_field(default=default, metadata={"meaning": meaning, **({"domain": domain} if domain else {})})
+    metadata = {"meaning": meaning, "domain": domain} if domain else {"meaning": meaning}
+    return dataclass_field(default=default, metadata=metadata)
 
 
 def is_plain(value: Any) -> bool:
-    """Returns whether a value is one that an option may have: problems are written as JSON."""
+    """Returns whether an option may have a value, because JSON can hold it."""
     finite = not isinstance(value, float) or isfinite(value)
     return value is None or (isinstance(value, str | bool | int | float) and finite)
 
 
 def check_domain(default: Any, domain: Any, given: Argument) -> None:
-    """Checks what problems draw for an option.
+    """Checks the values that problems draw for an option.
 
     Args:
         default: of the option.
         domain: its choices, or ``Between(low, high)``.
-        given: the argument that says so, for the message.
+        given: the argument that declares them, for the message.
 
     Raises:
-        UsageError: if a value can't be written into a problem, or the default is none of them.
+        UsageError: if a value can't be written into a problem, or the default is not among them.
     """
     if isinstance(domain, Between):
         if not _is_number(default) or not domain[0] <= default <= domain[1]:
@@ -199,7 +200,7 @@ def check_domain(default: Any, domain: Any, given: Argument) -> None:
         if one == other and repr(one) != repr(other):  # 1, 1.0 and True are equal, and other JSON
             raise given.error(f"{one!r} and {other!r} are equal; write both alike")
     if domain and default not in domain:
-        raise given.error(f"the default {default!r} is none of them; add it")
+        raise given.error(f"the default {default!r} is not among them; add it")
 
 
 def _is_number(value: Any) -> bool:
@@ -240,6 +241,6 @@ class Options(Record):
 
 
 def fields_of(holder: type) -> dict[str, Field]:
-    """Returns what ``field`` declared in a class and its bases, by name."""
+    """Returns the inputs that a class and its bases declare with ``field``, by name."""
     own = dataclass_fields(holder) if hasattr(holder, "__dataclass_fields__") else ()
     return {f.name: f.metadata["field"] for f in own if "field" in f.metadata}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coverage goals that belong to a layout: what ranks hold of a problem's trained tokens and
-vocabulary.
+"""Coverage goals that belong to a layout: which trained tokens and rows of the vocabulary each rank
+holds.
 
 They are the same for every loss. Most bugs of sharded kernels need trained tokens on several ranks:
-a kernel that divides by its rank's own count of tokens is right wherever one rank has all of them.
+a kernel that divides by its rank's own count of tokens is right if one rank has all of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,17 +13,16 @@ import numpy as np
 
 from lossgate.base.layout import Axis
 from lossgate.problems.partition import Partition
-from lossgate.specs.coverage_goals import CoverageGoal
+from lossgate.specs.coverage_goals import WITH_LOGITS, CoverageGoal
 
-_WITH_LABELS = ("hidden", "logits")
 _PER_TOKEN = ("hidden", "logits", "logprobs", "values")
 _UNPADDED = ("balanced", "even", "chunked")
 _GAPS = 3
-"""Sequences with padding behind them: whether a kernel that trains this padding shows depends on
-masks that are drawn at random."""
+"""How many sequences must have padding behind them. A kernel that trains this padding may get away
+with a few, because masks are drawn at random."""
 _THREE = 3
-"""Of two ranks one is empty only if the vocabulary has a single row. Then the loss is 0, and only a
-crash can show."""
+"""The fewest ranks of which one can usefully be empty. Of two ranks one is empty only if the
+vocabulary has a single row. Then the loss is 0, and only a crash can show."""
 _UNEVEN = 2
 """Ranks have clearly different numbers of trained tokens if one has this many times another's."""
 
@@ -35,63 +34,64 @@ def _several(axis: Axis) -> str:
 SHARDING_GOALS: Mapping[str, CoverageGoal] = {
     "label on a shard's first row": CoverageGoal(
         meaning="a trained label on the first row of a tp rank's vocabulary, not of the whole one",
-        heads=_WITH_LABELS,
+        heads=WITH_LOGITS,
         axes=("tp",),
     ),
     "label on a shard's last row": CoverageGoal(
         meaning="a trained label on the last row of a tp rank's vocabulary, not of the whole one",
-        heads=_WITH_LABELS,
+        heads=WITH_LOGITS,
         axes=("tp",),
     ),
     "rank with nothing trained": CoverageGoal(
-        meaning="a rank without any trained token, beside one that has some", axes=("dp", "cp"), heads=_PER_TOKEN
+        meaning="a rank without any trained token, while another has some", axes=("dp", "cp"), heads=_PER_TOKEN
     ),
     "rank without a sequence": CoverageGoal(
         meaning="a dp rank without any sequence", axes=("dp",), unreachable_if={"empty": ("sequence",)}
     ),
     "shards of different size": CoverageGoal(
         meaning="trained tokens, and tp ranks that are given different numbers of rows of the vocabulary",
-        heads=_WITH_LABELS,
+        heads=WITH_LOGITS,
         axes=("tp",),
         unreachable_if={"vocab_split": ("even", "padded")},
     ),
     "shard without a row": CoverageGoal(
         meaning="trained tokens, and a tp rank that is given no row of the vocabulary",
-        heads=_WITH_LABELS,
+        heads=WITH_LOGITS,
         axes=("tp",),
         least_ranks=_THREE,
         unreachable_if={"vocab_split": ("balanced", "even", "padded")},
     ),
     "shard with padding rows": CoverageGoal(
-        meaning="padding rows of the vocabulary on a tp rank, and so many trained tokens that counting them must show",
-        heads=_WITH_LABELS,
+        meaning="padding rows of the vocabulary on a tp rank, and enough trained tokens to show whether a kernel "
+        "counts these rows",
+        heads=WITH_LOGITS,
         axes=("tp",),
         unreachable_if={"vocab_split": _UNPADDED},
     ),
     "shard of padding rows alone": CoverageGoal(
         meaning="trained tokens, and a tp rank whose rows of the vocabulary are all padding",
-        heads=_WITH_LABELS,
+        heads=WITH_LOGITS,
         axes=("tp",),
         least_ranks=_THREE,
         unreachable_if={"vocab_split": _UNPADDED},
     ),
     "padding between sequences": CoverageGoal(
-        meaning=f"{_GAPS} trained sequences, each followed by padding tokens and then by another one on its dp rank",
+        meaning=f"{_GAPS} trained sequences, each followed by padding and then by another sequence on its dp rank",
         heads=_PER_TOKEN,
     ),
     _several("dp"): CoverageGoal(
-        meaning=f"trained tokens on several dp ranks, on one at least {_UNEVEN} times as many as on another",
+        meaning=f"trained tokens on several dp ranks, at least {_UNEVEN} times as many on one as on another",
         axes=("dp",),
     ),
     _several("cp"): CoverageGoal(
-        meaning=f"trained tokens on several cp ranks, on one at least {_UNEVEN} times as many as on another",
+        meaning=f"trained tokens on several cp ranks, at least {_UNEVEN} times as many on one as on another",
         axes=("cp",),
         heads=_PER_TOKEN,
     ),
     _several("tp"): CoverageGoal(
-        meaning=f"trained labels on several tp ranks, on one at least {_UNEVEN} times as many as on another",
+        meaning=f"trained labels on several tp ranks, at least {_UNEVEN} times as many on one as on another",
         axes=("tp",),
-        heads=_WITH_LABELS,
+        heads=WITH_LOGITS,
     ),
 }
 
@@ -102,19 +102,22 @@ IDS_GOALS: Mapping[str, CoverageGoal] = {
     "top-k on one shard": CoverageGoal(meaning="a token whose top-k lies on one tp rank", axes=("tp",)),
     "top-k on several shards": CoverageGoal(meaning="a token whose top-k lies on several tp ranks", axes=("tp",)),
 }
-"""For losses that need the log-probabilities of several ids of each token."""
+"""Goals of losses that need the log-probabilities of several ids of each token."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained in a problem: n tokens, or n sequences for a loss of whole sequences."""
+    """The trained tokens of a problem, or the trained sequences for a loss of whole sequences.
+    There are n of them.
+    """
 
     sequence: np.ndarray
-    """``[n]``: the number of its sequence."""
+    """``[n]``: the number of each token's sequence, or of the sequence itself."""
     position: np.ndarray
-    """``[n]``: its place in the sequence; 0 for a whole sequence."""
+    """``[n]``: the place of each token in its sequence; 0 for a whole sequence."""
     ids: np.ndarray
-    """``[n, k]``: the rows of the vocabulary that the loss needs of it; k is 0 if it needs none."""
+    """``[n, k]``: the rows of the vocabulary that the loss looks up for each; k is 0 if it needs
+    none."""
 
 
 def covered_sharding_goals(partition: Partition, trained: Trained) -> Iterator[str]:
@@ -140,10 +143,13 @@ _OF_SIZES = (
     "shard of padding rows alone",
     "padding between sequences",
 )
+"""The goals that some sizes can't reach, whatever the tokens and masks are."""
 
 
 def may_reach(goal: str, partition: Partition) -> bool:
-    """Returns whether a problem of these sizes may reach a goal. It is quick: no token is made."""
+    """Returns whether a problem of these sizes may reach a goal. It is quick, because it draws no
+    labels and masks: it takes all tokens as trained.
+    """
     if goal not in _OF_SIZES:
         return True
     sequence = np.repeat(np.arange(len(partition.lengths)), partition.lengths)
@@ -152,12 +158,16 @@ def may_reach(goal: str, partition: Partition) -> bool:
 
 
 def _counts(partition: Partition, trained: Trained) -> np.ndarray:
-    """Returns ``[dp, cp]``: how many trained tokens each rank holds."""
+    """Returns ``[dp, cp]``: how many trained tokens each rank holds.
+
+    Context parallelism cuts each sequence into 2 cp pieces, and rank r has pieces r and
+    2 cp - 1 - r.
+    """
     layout = partition.layout
     first = [partition.sequences(rank).start for rank in range(layout.dp)]
     dp = np.searchsorted(first, trained.sequence, side="right") - 1
-    pieces = np.maximum(np.array(partition.padded_lengths) // (2 * layout.cp), 1)
-    piece = trained.position // pieces[trained.sequence]
+    piece_lengths = np.maximum(np.array(partition.padded_lengths) // (2 * layout.cp), 1)
+    piece = trained.position // piece_lengths[trained.sequence]
     cp = np.minimum(piece, 2 * layout.cp - 1 - piece) if layout.cp > 1 else 0 * piece
     return np.bincount(dp * layout.cp + cp, minlength=layout.dp * layout.cp).reshape(layout.dp, layout.cp)
 
@@ -174,7 +184,8 @@ def _padded_between(partition: Partition, trained: np.ndarray) -> int:
     found, lengths, padded = 0, partition.lengths, partition.padded_lengths
     for rank in range(partition.layout.dp):
         held = [sequence for sequence in partition.sequences(rank) if lengths[sequence]]
-        found += sum(padded[sequence] > lengths[sequence] and sequence in trained for sequence in held[:-1])
+        for sequence in held[:-1]:  # no other follows the last
+            found += padded[sequence] > lengths[sequence] and sequence in trained
     return found
 
 
@@ -194,7 +205,7 @@ def _covered_of_vocabulary(partition: Partition, ids: np.ndarray) -> Iterator[st
     rows = [shard.end - shard.start for shard in shards]
     if len(ids):
         yield from _covered_of_shards(partition)
-    # A kernel that counts padding rows gives each token about as many more rows as there are.
+    # If a kernel counts padding rows, each token has about so many more rows in its softmax.
     if len(ids) * sum(shard.padding for shard in shards) >= partition.vocab:
         yield "shard with padding rows"
     held = [shard for shard, count in zip(shards, rows, strict=True) if count]

@@ -49,20 +49,20 @@ def trained_by_mask(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spec:
-    """One loss: what a kernel is given, what it must give back, and what problems must show.
+    """One loss: the inputs of its kernels, their outputs, and the goals that problems must reach.
 
-    ``lossgate.spec`` makes it, and tells what each field means.
+    ``lossgate.spec`` makes it, and describes the fields.
     """
 
     name: str
     summary: str
     source: str
     function: Reference
-    """What ``lossgate.spec`` decorates."""
+    """The function that ``lossgate.spec`` decorates."""
     also_written: tuple[Reference, ...] = ()
-    """The same loss as kernels may write it, too."""
+    """Functions that compute the same loss in other ways, as kernels may."""
     batch_type: type[Batch]
-    """The class of what a kernel is given beside the leaves of its head."""
+    """The class of a kernel's inputs without the leaves of its head."""
     options_type: type
     options: tuple[Option, ...]
     option_groups: tuple[tuple[str, ...], ...] = ()
@@ -108,13 +108,13 @@ class Spec:
 
     @cached_property
     def added(self) -> Mapping[str, Field]:
-        """The inputs beside those of ``Batch`` and of the head."""
+        """The inputs that the spec adds to those of ``Batch`` and of the head."""
         common = fields_of(Batch)
         return {name: own for name, own in fields_of(self.batch_type).items() if name not in common}
 
     @cached_property
     def fields(self) -> Mapping[str, Dims]:
-        """The same, and how each is split."""
+        """The dims of each of these inputs, by name."""
         return {name: own.dims for name, own in self.added.items()}
 
     @cached_property
@@ -124,7 +124,7 @@ class Spec:
 
     @cached_property
     def supported_options(self) -> dict[str, Option]:
-        """Everything that a candidate's ``supports`` may name."""
+        """The options that a candidate's ``supports`` may name."""
         return {**COMMON_OPTIONS, **{option.name: option for option in self.options}}
 
     @cached_property
@@ -134,7 +134,7 @@ class Spec:
 
     @cached_property
     def logit_options(self) -> tuple[str, ...]:
-        """The options that change what the loss is given of the logits, not the loss itself.
+        """The options that change the logits before the loss gets them, and not the loss itself.
 
         They have no meaning for a head without logits.
         """
@@ -145,23 +145,25 @@ class Spec:
 
     @cached_property
     def all_goals(self) -> dict[str, CoverageGoal]:
-        """Those of every loss, the declared ones, those of layouts, and one for each choice of each
-        scenario.
+        """All goals by name: those of every loss, those that the spec declares, those of layouts,
+        and one for each choice of a scenario.
         """
-        common = {**TOKEN_GOALS, **BIAS_GOALS} if self.trained_dim == "token" else {}
-        common |= FILTER_GOALS if issubclass(self.options_type, FilterOptions) else {}
-        common |= IDS_GOALS if self.gathered_ids is not None else {}
-        by_scenario = [goal for scenario in self.scenarios for goal in _goals_of(scenario)]
-        return {**common, **self.goals, **SHARDING_GOALS, **dict(by_scenario)}
+        common: dict[str, CoverageGoal] = {}
+        if self.trained_dim == "token":
+            common |= {**TOKEN_GOALS, **BIAS_GOALS}
+        if issubclass(self.options_type, FilterOptions):
+            common |= FILTER_GOALS
+        if self.gathered_ids is not None:
+            common |= IDS_GOALS
+        of_scenarios = dict(goal for scenario in self.scenarios for goal in _goals_of(scenario))
+        return {**common, **self.goals, **SHARDING_GOALS, **of_scenarios}
 
     def output(self, name: str) -> Output:
         """Returns the output of a name: "loss", "logprobs", "token_entropy" or a metric's."""
         return RETURNED[name] if name in RETURNED else metric_output(name)
 
     def ids_of(self, fields: Mapping[str, Tensor]) -> Tensor:
-        """Returns the ids ``[T, k]`` of the vocabulary at which the loss looks: by default the
-        labels.
-        """
+        """Returns the vocabulary ids ``[T, k]`` that the loss looks up: by default the labels."""
         return fields[self.gathered_ids] if self.gathered_ids else fields["labels"][:, None]
 
     # Fields
@@ -171,7 +173,7 @@ class Spec:
         return self.batch_type.of(fields)
 
     def draw_fields(self, context: FieldContext) -> dict[str, Tensor]:
-        """Draws the fields that the spec adds, without those that count."""
+        """Draws the fields that the spec adds, except counts."""
         drawn = dict[str, Tensor]()
         if self.draw is not None:
             with told_as(f"spec {self.name!r}: its draw="):
@@ -183,14 +185,15 @@ class Spec:
                 )
         for name, own in self.added.items():
             if own.count is None:
-                of = context.on(name, own.dims)
-                with told_as(f"spec {self.name!r}: the draw= of field {name!r}"):
-                    made = drawn[name] if name in drawn else own.draw(of) if own.draw else draw_default(of, own.dtype)
-                drawn[name] = checked(of, made, own.dtype)
+                of_field = context.on(name, own.dims)
+                if name not in drawn:
+                    with told_as(f"spec {self.name!r}: the draw= of field {name!r}"):
+                        drawn[name] = own.draw(of_field) if own.draw else draw_default(of_field, own.dtype)
+                checked(of_field, drawn[name], own.dtype)
         return drawn
 
     def counts(self, fields: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Computes the fields that count others.
+        """Computes the fields that count other fields.
 
         They are computed again whenever a token is masked.
         """
@@ -218,10 +221,10 @@ class Spec:
         return replace(batch, fields={**batch.fields, **self.counts(batch.known)})
 
     def trained_of(self, fields: Mapping[str, Any]) -> Tensor:
-        """Returns what counts for the loss: ``[T]`` bool of tokens, or ``[S]`` of sequences.
+        """Returns which tokens, ``[T]`` bool, or which sequences, ``[S]`` bool, count for the loss.
 
         Raises:
-            UsageError: if ``trained`` gives something else.
+            UsageError: if ``trained`` gives anything else.
         """
         size = len(fields["mask"]) if self.trained_dim == "token" else len(fields["cu_seqlens"]) - 1
         with told_as(f"spec {self.name!r}: its trained="):
@@ -239,7 +242,8 @@ class Spec:
             return set()
         with told_as(f"spec {self.name!r}: its covered="):
             found = set(self.covered(batch, options))
-        for name in found - self.goals.keys():
+        if unknown := found - self.goals.keys():
+            name = next(iter(unknown))
             raise UsageError(
                 f"spec {self.name!r}: its covered= gave {name!r}, which is no goal; {nearest(name, self.goals)}"
             )
@@ -274,49 +278,57 @@ class Spec:
         return BoundSpec(spec=self, values=changed, options=options)
 
     def conflict(self, values: Mapping[str, Any]) -> str:
-        """Returns why these options are not valid together; empty if they are.
+        """Returns the reason for which these options are not valid together; "" if they are.
 
         Raises:
-            UsageError: if the option class raises something else than ``ValueError``.
+            UsageError: if the option class raises anything but ``ValueError``.
         """
         return self._made(values)[1]
 
     def _made(self, values: Mapping[str, Any]) -> tuple[Any, str]:
-        """Returns an object of ``options_type``, or why it is not valid."""
+        """Returns an object of ``options_type`` and ""; or None and the reason for which the
+        options are not valid.
+        """
         try:
             return self.options_type(**values), ""
         except ValueError as error:
             return None, str(error) or "they are not valid"
         except (Exception, SystemExit):
-            with told_as(
-                f"spec {self.name!r}: {self.options_type.__name__}, which refuses options by ValueError alone,"
-            ):
+            with told_as(f"spec {self.name!r}: {self.options_type.__name__}, which must refuse options by ValueError,"):
                 raise
 
     def with_choice(self, values: Mapping[str, Any], name: str, value: Any) -> dict[str, Any] | None:
-        """Returns these options with another value of ``name``.
+        """Returns these options with another value of one of them.
 
-        If that value is not valid with the others of its group, as few of those as possible are
-        changed. Returns None if no change makes it valid.
+        If that value is not valid with the other options of its group, as few of those as possible
+        are changed. Returns None if no change makes it valid.
         """
         changed = {**values, name: value}
         if not self.conflict(changed):
             return changed
         group = next((group for group in self.option_groups if name in group), (name,))
-        own = {n: values.get(n, self.supported_options[n].default) for n in group}
-        choices = (
-            [own[n], *(v for v in self.supported_options[n].choices if v != own[n])] if n != name else [value]
-            for n in own
-        )
-        combinations = (dict(zip(own, combination, strict=True)) for combination in product(*choices))
-        fewest_changes = sorted(combinations, key=lambda group: sum(group[n] != own[n] for n in own))
-        return next((both for group in fewest_changes if not self.conflict(both := {**values, **group})), None)
+        now = tuple(values.get(n, self.supported_options[n].default) for n in group)
+        choices: list[list[Any]] = []
+        for n, own in zip(group, now, strict=True):
+            others = [choice for choice in self.supported_options[n].choices if choice != own]
+            choices.append([value] if n == name else [own, *others])
+
+        def changes(combination: tuple[Any, ...]) -> int:
+            return sum(new != own for new, own in zip(combination, now, strict=True))
+
+        for combination in sorted(product(*choices), key=changes):
+            changed = {**values, **dict(zip(group, combination, strict=True))}
+            if not self.conflict(changed):
+                return changed
+        return None
 
 
 def _goals_of(scenario: Option) -> Iterator[tuple[str, CoverageGoal]]:
-    """Yields a goal for each choice of a scenario, if there are several."""
+    """Yields a goal for each choice of a scenario. A scenario with a single choice has no goal."""
     choices = tuple(dict.fromkeys(scenario.choices))
-    for choice in choices if len(choices) > 1 else ():
+    if len(choices) < 2:
+        return
+    for choice in choices:
         others = (*(other for other in choices if other != choice), *scenario.on_request)
         meaning = f"a problem with {scenario.name} {choice!r}"
         yield f"{scenario.name}: {choice}", CoverageGoal(meaning=meaning, unreachable_if={scenario.name: others})

@@ -28,14 +28,14 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a reference may return in place of the loss: the terms that it is the sum of.
+    """The loss as a sum of terms. A reference may return this instead of the loss.
 
     Args:
         terms: a ``Term`` for each name.
-        normalisers: what divides them, by name: scalars that count the whole batch.
+        normalisers: the divisors of terms, by name: scalars that count the whole batch.
         metrics: scalars, by name.
 
-    Nothing reads the terms yet but their sum.
+    So far lossgate uses only the sum of the terms.
     """
 
     terms: Mapping[str, Term]
@@ -46,8 +46,8 @@ class Terms:
         """Checks that terms and normalisers fit.
 
         Raises:
-            UsageError: if there is no term, one is no ``Term``, its normaliser is not there or is
-                no scalar; or if a normaliser divides nothing.
+            UsageError: if there is no term; if a term is no ``Term``, or its normaliser is missing;
+                or if a normaliser is no scalar, or divides nothing.
         """
         for given in arguments("Terms(", vars(self)).values():
             given.instance(Mapping, "a dict")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some tokens at a time, where the logits of all would take gigabytes."""
+"""Computes values per token in chunks of tokens, if the logits of all tokens would take
+gigabytes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,7 +17,8 @@ _AT_ONCE = 1 << 23
 
 
 def chunks(head: Head, leaves: Mapping[str, Tensor]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-    """Yields the tokens of each chunk, and the leaves for them. Most problems are one chunk.
+    """Yields the tokens of each chunk, and the leaves for them. Most problems have a single chunk,
+    which is ``slice(None)``.
 
     Args:
         head: one that has logits.
@@ -49,12 +51,13 @@ def in_chunks(
         compute: gives the values for leaves and fields.
     """
     found: list[TokenValues] = []
-    for some, of_chunk in chunks(head, leaves):
-        if some == slice(None):
+    for tokens, leaves_of_chunk in chunks(head, leaves):
+        if tokens == slice(None):  # a single chunk
             return compute(leaves, fields)
-        of_tokens = {name: field[some] for name, field in fields.items()}
-        found.append(_again_in_backward(compute, of_chunk, of_tokens))
-    return TokenValues(**{name: torch.cat([one.given[name] for one in found]) for name in found[0].given})
+        fields_of_chunk = {name: field[tokens] for name, field in fields.items()}
+        found.append(_again_in_backward(compute, leaves_of_chunk, fields_of_chunk))
+    names = found[0].given
+    return TokenValues(**{name: torch.cat([values.given[name] for values in found]) for name in names})
 
 
 def _again_in_backward(
@@ -62,12 +65,12 @@ def _again_in_backward(
     leaves: Mapping[str, Tensor],
     fields: Mapping[str, Any],
 ) -> TokenValues:
-    """Computes values without keeping what backward needs."""
+    """Computes values, and computes them again in backward, so that nothing is kept for it."""
     if not torch.is_grad_enabled():
         return compute(leaves, fields)
 
-    def given(*of_names: Tensor) -> dict[str, Tensor]:
-        return compute(dict(zip(leaves, of_names, strict=True)), fields).given
+    def of_tensors(*tensors: Tensor) -> dict[str, Tensor]:
+        return compute(dict(zip(leaves, tensors, strict=True)), fields).given
 
-    computed: Any = checkpoint(given, *leaves.values(), use_reentrant=False, preserve_rng_state=False)
+    computed: Any = checkpoint(of_tensors, *leaves.values(), use_reentrant=False, preserve_rng_state=False)
     return TokenValues(**computed)

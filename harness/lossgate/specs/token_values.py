@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loss may ask of the logits, such as log-probabilities and entropies, and the reference of
-each.
+"""The values per token that a loss may use, such as log-probabilities and entropies, and how the
+reference computes each.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -18,9 +18,9 @@ from lossgate.base.errors import UsageError
 class TokenValues:
     """Values per token, ``[tokens]`` each. A spec names those that it ``uses``.
 
-    All are after the soft-cap and the temperature, where a spec has them, except the range of the
-    logits, which is before the temperature. Heads without logits give ``logprobs`` alone. To read
-    another one is an ``AttributeError`` that says so; ``given`` has those that are there.
+    All are after the soft-cap and the temperature, if a spec has them, except ``lowest`` and
+    ``highest``, which are before the temperature. Heads without logits give ``logprobs`` alone.
+    Reading a value that is not there raises ``AttributeError``. ``given`` has those that are there.
     """
 
     logprobs: Tensor
@@ -40,7 +40,7 @@ class TokenValues:
     unfiltered: Tensor
     """Log-probabilities of the labels without the filter; only where something is filtered."""
     logits: Tensor
-    """``[tokens, vocab]``: the logits, for whatever else a loss computes of them."""
+    """``[tokens, vocab]``: the logits, for anything else that a loss computes from them."""
 
     def __init__(self, **given: Tensor | None) -> None:
         for name in given:
@@ -61,16 +61,16 @@ class TokenValues:
 
     @property
     def differentiable(self) -> dict[str, Tensor]:
-        """Those that are there and have a gradient."""
+        """The values that are there and have a gradient."""
         return {name: value for name, value in self.given.items() if name not in ("lowest", "highest")}
 
     def replace(self, **changed: Tensor) -> "TokenValues":
-        """Returns the same with other values."""
+        """Returns these values with some of them replaced."""
         return TokenValues(**{**self.given, **changed})
 
 
 USES = tuple(TokenValues.__annotations__)
-"""What a spec may use."""
+"""The names of the values that a spec may use."""
 
 
 def token_values(
@@ -84,12 +84,11 @@ def token_values(
     """Computes values per token.
 
     Args:
-        uses: the names of those that are wanted.
+        uses: the names of the values to compute.
         logits: ``[T, vocab]``, after the soft-cap, before the temperature.
         labels: ``[T]``.
         temperature: the number that divides the logits.
-        ids: ``[T, k]``, whose log-probabilities are wanted in place of the labels'; None for the
-            labels'.
+        ids: ``[T, k]``, the ids whose log-probabilities are ``logprobs``; None for the labels.
         logit_filter: top-k and top-p; None for no filter.
     """
     stage = _Stage(logits, labels, temperature, ids, logit_filter)
@@ -98,6 +97,8 @@ def token_values(
 
 @dataclass(frozen=True)
 class _Stage:
+    """The arguments of ``token_values``."""
+
     logits: Tensor
     labels: Tensor
     temperature: float
@@ -139,4 +140,4 @@ _VALUES: Mapping[str, Callable[[_Stage], Tensor | None]] = MappingProxyType(
         "logits": lambda of: of.tempered,
     }
 )
-"""How each is computed, by its name in ``TokenValues``."""
+"""The function that computes each value, by its name in ``TokenValues``."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that the author of a spec wrote: what they raise is reported so, with its place."""
+"""Reports exceptions of functions that the author of a spec wrote, with their place in the code."""
 
 import traceback
 from contextlib import AbstractContextManager
@@ -13,7 +13,7 @@ from lossgate.base.errors import LossgateError, UsageError
 
 _TORCH, _HARNESS = Path(torch.__file__).parent, Path(__file__).parents[1]
 _SPECS = _HARNESS / "losses"
-"""The specs that are built in are written as users write theirs."""
+"""Built-in specs are written as users write theirs, so their lines are reported, too."""
 
 _REMEDIES = {
     "data-dependent control flow": (
@@ -35,11 +35,11 @@ _REMEDIES = {
         "references run in float64: make tensors with values.logprobs.new_zeros(...), and turn counts with .to(...)"
     ),
 }
-"""What to do, by a part of torch's message."""
+"""The way out, by a part of torch's message."""
 
 
 def told_as(what: str) -> AbstractContextManager[None]:
-    """Raises what goes wrong as a ``UsageError`` that says whose code it is, and where.
+    """Turns an exception into a ``UsageError`` that says whose code raised it, and where.
 
     Args:
         what: the code that is run, such as "spec 'focal': its reference".
@@ -48,7 +48,9 @@ def told_as(what: str) -> AbstractContextManager[None]:
 
 
 class _ToldAs(AbstractContextManager[None]):
-    """A generator would take three times as long, and every call of a reference is reported."""
+    """The context manager of ``told_as``. Every call of a reference enters it, and a generator
+    would take three times as long.
+    """
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -56,29 +58,32 @@ class _ToldAs(AbstractContextManager[None]):
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # sys.exit(0) in it is no verdict.
+        # SystemExit is reported, too: a reference that calls sys.exit(0) would end the run as
+        # AGREE.
         if not isinstance(error, Exception | SystemExit) or isinstance(error, LossgateError):
             return
         text = str(error).rstrip()
         remedies = [f"; {remedy}" for part, remedy in _REMEDIES.items() if part in text]
-        text = text.split(". ")[0] if remedies else text  # the rest asks to report an issue to torch
+        if remedies:
+            text = text.split(". ")[0]  # the rest asks to report an issue to torch
         message = f"{self._what} raised {type(error).__name__}: {text}{_place(error)}{''.join(remedies)}"
         raise UsageError(message) from error
 
 
 def _place(error: BaseException) -> str:
-    """Returns the innermost line that is neither torch's nor the harness's; empty if none is."""
+    """Returns in words the innermost line of the author's code; "" if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if _is_theirs(Path(frame.filename))]
     return f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
 
 
 def _is_theirs(file: Path) -> bool:
+    """Returns whether a file is neither torch's nor lossgate's, or defines a built-in spec."""
     if file.is_relative_to(_HARNESS):
         return file.is_relative_to(_SPECS)
     return not file.is_relative_to(_TORCH)
 
 
 def described(value: Any) -> str:
-    """Returns of what kind a value is, for people."""
+    """Returns a value's kind in words: the shape of a tensor, or the type."""
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"the {type(value).__name__}"

@@ -78,7 +78,7 @@ def declare(budgets: Any, head: str = "hidden") -> Callable[..., Candidate]:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Budgets(), "Budgets(): names no budget; expected one at least of largest_tensor, peak, saved,"),
+        (lambda: Budgets(), "Budgets(): names no budget; expected at least one of largest_tensor, peak, saved,"),
         (lambda: Budgets(peak=4), "Budgets(peak=4): expected an expression in quotes, such as 'tokens*4'"),  # type: ignore[arg-type]
         (lambda: Budgets(peak="4 tokens"), "Budgets(peak=...): '4 tokens' is no expression; expected numbers"),
         (lambda: Budgets(peak="c", where={"c": 0}), "Budgets(where={'c': 0}): expected positive sizes by name"),

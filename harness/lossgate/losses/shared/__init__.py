@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several losses share: sequences that count, and the log-probabilities of other policies."""
+"""Parts that several losses share: sequences that count, and log-probabilities of other
+policies."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What losses of policies share: how the log-probabilities of other policies are drawn, and the
-goals of clipped ratios.
+"""Parts that losses of policies share: draws of other policies' log-probabilities, and the goals of
+clipped ratios.
 
 The ratios to the policy's own probabilities can fall on every side of every clip.
 """
@@ -21,13 +21,13 @@ Span = tuple[float, float]
 """The ends of an interval of log-ratios, in nats."""
 
 NEAR: Sequence[Span] = ((-0.3, -0.1), (0.1, 0.3))
-"""For log-ratios whose square counts: not so close to 0 that nothing but rounding is left of it."""
+"""Spans of small log-ratios. They are not so close to 0 that their squares are lost in rounding."""
 
 UNDERFLOW: Sequence[Span] = ((-40.0, -20.0), (-110.0, -95.0))
-"""For log-ratios whose ratio is next to 0, or 0 in float32."""
+"""Spans of log-ratios whose ratio is almost 0, or 0 in float32."""
 
 _FILTERED_BEFORE = 0.1
-"""Share of the labels that only the policy before the update leaves out."""
+"""Share of the labels that only the filter of the policy before the update leaves out."""
 
 ADVANTAGES = Option(
     name="advantages",
@@ -58,37 +58,38 @@ REFERENCE = Option(
 )
 GENERATION = Option(
     name="generation",
-    meaning="the policy that generated: near, equal to the one before the update, or on every side of every truncation",
+    meaning="the policy that generated: near or equal to that before the update, or on every side of every truncation",
     default="near",
     choices=("near", "everywhere", "everywhere", "equal"),
 )
 
 
 def draw_in_spans(streams: RandomStreams, stream: str, count: int, spans: Sequence[Span]) -> Tensor:
-    """Draws ``[count]`` numbers, each evenly from one of ``spans`` at random."""
+    """Draws ``[count]`` numbers. Each is uniform in one of ``spans``, which is chosen at random."""
     which = streams.integers(f"{stream} span", len(spans), count)
-    low, high = (torch.tensor([span[i] for span in spans], dtype=torch.float64)[which] for i in (0, 1))
+    low, high = torch.tensor(spans, dtype=torch.float64)[which].unbind(1)
     return low + (high - low) * streams.uniform(stream, count)
 
 
 def clip_spans(low: float, high: float, beyond: float | None = None) -> dict[str, Span]:
-    """Returns spans of a log-ratio that is clipped to ``[low, high]``, clear of both edges.
+    """Returns spans of a log-ratio that is clipped to ``[low, high]``, by name. All keep clear of
+    the edges.
 
     Args:
         low, high: the edges, in nats.
-        beyond: a further edge above, if there is one.
+        beyond: a further edge above; None if there is none.
     """
     far = high + 0.7 if beyond is None else beyond - 0.1 * (beyond - high)
     spans = {
         "inside": (0.8 * low, 0.8 * high),
         "below": (low - 0.7, low - 0.02),
         "above": (high + 0.1 * (far - high), far),
-    }
-    spans |= {
         "just below": (low - 0.05, low - 0.01),
         "just above": (high + 0.01, high + min(0.05, 0.1 * (far - high))),
     }
-    return spans if beyond is None else {**spans, "beyond": (beyond + 0.02, beyond + 0.8)}
+    if beyond is not None:
+        spans["beyond"] = (beyond + 0.02, beyond + 0.8)
+    return spans
 
 
 def on_tokens(context: FieldContext, per_sequence: Tensor) -> Tensor:
@@ -97,14 +98,14 @@ def on_tokens(context: FieldContext, per_sequence: Tensor) -> Tensor:
 
 
 def below_zero(logprobs: Tensor, distance: Tensor) -> Tensor:
-    """Returns log-probabilities at some distance, as models give them: where the sum is above 0, at
-    that distance on the other side.
+    """Returns log-probabilities at some distance from others. If they were above 0, they are at the
+    same distance on the other side.
     """
     return logprobs + torch.where(logprobs + distance > 0, -distance, distance)
 
 
 def draw_advantages(context: FieldContext) -> Tensor:
-    """Draws ``[tokens]`` advantages, bounded away from 0, or all 0."""
+    """Draws ``[tokens]`` advantages, which are all 0, or none of them near 0."""
     of_sequences = context.scenario["advantages_per"] == "sequence"
     count = context.sequences if of_sequences else context.tokens
     size = 0.25 + 2 * context.streams.uniform("advantages", count)
@@ -117,8 +118,8 @@ def draw_advantages(context: FieldContext) -> Tensor:
 def draw_reference_logprobs(context: FieldContext, clamp: float | None = None) -> Tensor:
     """Draws ``[tokens]`` log-probabilities of the reference policy.
 
-    They are near, equal, or so far that KL estimates are clamped, at ``clamp`` or 40 nats or less.
-    Those that are far may be above 0, as no model gives them.
+    They are near to those of the policy, equal, or so far that KL estimates are clamped, at
+    ``clamp`` or at 40 nats or less. Far ones may be above 0, which no model gives.
     """
     far = max(45.0, (clamp or 0.0) + 5)
     spans: dict[str, Sequence[Span]] = {
@@ -132,7 +133,8 @@ def draw_reference_logprobs(context: FieldContext, clamp: float | None = None) -
 
 
 def draw_filtered_before(context: FieldContext, logprobs: Tensor) -> Tensor:
-    """Draws which labels top-k or top-p had left out before the update, if there is a filter.
+    """Leaves out some labels, as top-k or top-p may have done before the update, if there is a
+    filter.
 
     Args:
         context: of the problem.
@@ -156,18 +158,20 @@ def clip_goals(
     """Returns a goal for each side of the clip and each sign of the advantage.
 
     Args:
-        unit: what has a ratio, "token" or "sequence".
+        unit: "token" or "sequence", whichever has a ratio.
         unreachable_if: when no problem reaches any of these goals; see ``CoverageGoal``.
-        below_unreachable_if: when none reaches those below the clip.
+        below_unreachable_if: when no problem reaches the goals below the clip, either.
     """
     goals: dict[str, CoverageGoal] = {}
     for side in _SIDES:
-        beside = {} if side == "inside" else {"ratios": ("inside", "on-policy")}
-        unreachable = beside | {**unreachable_if, **((below_unreachable_if or {}) if side == "below" else {})}
+        unreachable: dict[str, Any] = {} if side == "inside" else {"ratios": ("inside", "on-policy")}
+        unreachable |= unreachable_if
+        if side == "below":
+            unreachable |= below_unreachable_if or {}
         for sign, others in {"<": ("positive", "zero"), ">": ("negative", "zero")}.items():
-            meaning = f"a {unit}'s ratio {side} the clip, with an advantage {sign} 0"
             goals[_name(unit, side, sign)] = CoverageGoal(
-                meaning=meaning, unreachable_if={**unreachable, "advantages": others}
+                meaning=f"a {unit}'s ratio {side} the clip, with an advantage {sign} 0",
+                unreachable_if={**unreachable, "advantages": others},
             )
     return goals
 
@@ -179,7 +183,7 @@ def covered_clip_goals(unit: str, log_ratio: Tensor, advantage: Tensor, low: flo
         unit: as for ``clip_goals``.
         log_ratio: ``[n]``, in nats.
         advantage: ``[n]``.
-        low, high: where the log-ratio is clipped.
+        low, high: the bounds to which the log-ratio is clipped.
     """
     sides = ((log_ratio > low) & (log_ratio < high), log_ratio < low, log_ratio > high)
     for side, there in zip(_SIDES, sides, strict=True):

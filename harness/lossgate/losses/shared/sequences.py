@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What losses share that count whole sequences, or pairs of a chosen and a rejected response."""
+"""Parts of losses that count whole sequences, or pairs of a chosen and a rejected response."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ SAMPLES = Option(name="samples", meaning="which sequences count", default="all",
 
 
 def draw_sample_mask(context: FieldContext) -> Tensor:
-    """Draws ``[sequences]`` bool: all of them, or about two thirds."""
+    """Draws ``[sequences]`` bool: true for all sequences, or for about two thirds."""
     if context.scenario["samples"] == "all":
         return torch.ones(context.sequences, dtype=torch.bool)
     return context.streams.uniform("samples", context.sequences) < 0.67
@@ -37,7 +37,7 @@ PAIR_METRICS = {
 PAIR_GOALS = {
     "pair that counts": CoverageGoal(meaning="a pair of sequences with trained tokens that the sample mask keeps"),
     "pair that does not count": CoverageGoal(
-        meaning="a pair of sequences with trained tokens that the sample mask leaves out, beside one that counts",
+        meaning="a pair of sequences with trained tokens that the sample mask leaves out, while another pair counts",
         unreachable_if={"samples": ("all",)},
     ),
     "chosen preferred": CoverageGoal(meaning="a pair whose chosen sequence has the larger reward"),
@@ -46,15 +46,15 @@ PAIR_GOALS = {
 
 
 def _draw_pairs(context: FieldContext) -> Tensor:
-    """Masks a pair as a whole.
+    """Draws a sample mask that is the same for both sequences of a pair.
 
-    NeMo-RL masks its rewards by the rejected response alone; we do not reproduce that.
+    NeMo-RL masks the rewards of rejected responses by their own entries; we do not reproduce that.
     """
     return draw_sample_mask(context)[0::2].repeat_interleave(2)
 
 
 class PairBatch(Batch):
-    """What these losses add to a packed batch.
+    """The fields that losses of pairs add to a packed batch.
 
     Sequences 2p and 2p + 1 are the chosen and the rejected response of pair p, on one dp rank.
     """
@@ -84,8 +84,11 @@ def covered_pairs(samples: Tensor, at_stake: Tensor) -> set[str]:
 
     Args:
         samples: ``[sequences]`` bool, the sample mask.
-        at_stake: ``[sequences]`` bool, those that would change the loss if they counted.
+        at_stake: ``[sequences]`` bool, the sequences that change the loss if they count.
     """
     counts, at_stake = samples[0::2], at_stake[0::2] | at_stake[1::2]
-    covered = {"pair that counts"} if (counts & at_stake).any() else set[str]()
-    return covered | ({"pair that does not count"} if covered and (~counts & at_stake).any() else set())
+    if not (counts & at_stake).any():
+        return set()
+    if (~counts & at_stake).any():
+        return {"pair that counts", "pair that does not count"}
+    return {"pair that counts"}

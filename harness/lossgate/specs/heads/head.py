@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a head is: the differentiable inputs from which a kernel starts, and the stages from them to
-the logits.
+"""The base of heads: the differentiable inputs from which a kernel starts, and the stages from
+these to the logits.
 """
 
 from abc import ABC, abstractmethod
@@ -21,12 +21,12 @@ from lossgate.specs.record import Record, fields_of
 
 @dataclass(frozen=True)
 class HeadContext:
-    """What a head draws its inputs from."""
+    """The problem for which a head draws its inputs."""
 
     problem: Problem
-    """Unsharded."""
+    """The problem without its layout."""
     fields: Mapping[str, Tensor]
-    """The fields of ``problems.tokens.draw_tokens``."""
+    """The fields of ``problems.batch.draw_tokens``."""
     temperature: float
     """The number that divides the logits; 1 for a spec without a temperature."""
     streams: RandomStreams
@@ -37,8 +37,8 @@ class HeadContext:
         return self.fields["labels"]
 
     def label_boost(self) -> Tensor:
-        """Returns what to add to the label's logit, ``[problem.tokens]``: nothing at about every
-        other token.
+        """Returns ``[problem.tokens]``: a number to add to the label's logit. It is 0 at about half
+        of the tokens.
         """
         chosen = self.streams.uniform("confident", self.problem.tokens) < 0.5
         return chosen.double() * (self.problem.label_boost * self.temperature)
@@ -58,7 +58,7 @@ class Head(ABC):
     name: ClassVar[str]
     meaning: ClassVar[str]
     inputs: ClassVar[type[Record]]
-    """The class of what the head gives beside the batch: its differentiable inputs."""
+    """The class of the differentiable inputs that the head adds to the batch."""
     leaves: ClassVar[Mapping[str, Dims]]
     """The differentiable inputs and their dims, as ``inputs`` declares them."""
     has_logits: ClassVar[bool] = False
@@ -70,7 +70,7 @@ class Head(ABC):
 
     @property
     def gives(self) -> str:
-        """What its values belong to: "token", or "sequence"."""
+        """Whether its values belong to a "token" or to a "sequence"."""
         return "sequence" if ("sequence",) in self.leaves.values() else "token"
 
     @property
@@ -98,11 +98,11 @@ class Head(ABC):
         """
 
     def rounding_unit(self, problem: Problem) -> float:
-        """Returns the unit roundoff of what this head gives to the loss, were everything rounded to
-        the coarsest format of a problem.
+        """Returns the unit roundoff of the values that this head gives to the loss, if every stage
+        rounds to the coarsest format of a problem.
 
-        Heads without logits give exact values. A kernel takes them on in float32, unless it says
-        otherwise.
+        Heads without logits give exact values. A kernel converts them to float32, unless it
+        declares otherwise.
         """
         return (problem.coarsest if self.has_logits or problem.rounded_to else FLOAT32).unit
 
@@ -112,7 +112,7 @@ class Head(ABC):
 
     def rounded_logits_at(self, leaves: Mapping[str, Tensor], ids: Tensor, run: RoundedRun) -> Tensor | None:
         """Returns the logits of some ids ``[members, tokens, k]``, each as a dot product of its
-        own; None where a kernel has none to compute.
+        own; None at heads from which a kernel computes no logits.
 
         Args:
             leaves: the differentiable inputs.
@@ -124,23 +124,22 @@ class Head(ABC):
     def rounded_gradient(
         self, leaf: str, leaves: Mapping[str, Tensor], dlogits: Tensor, partition: Partition, run: RoundedRun
     ) -> Tensor:
-        """Returns the gradient of a leaf from that of the logits, ``[members, *shape]``.
+        """Returns the gradient of a leaf, ``[members, *shape]``, from that of the logits.
 
-        Ranks make parts of it, which are rounded and added up, if they split a dim that the leaf
-        does not have. Of a leaf with tokens it may be asked for some of them alone.
+        If ranks split a dim that the leaf does not have, each makes a part of the gradient. These
+        parts are rounded and added up. If the leaf has tokens, the arguments may be for some of
+        them alone.
         """
         raise TypeError(f"head {self.name!r} has no logits")
 
     def summed_with(self, leaf: str, leaves: Mapping[str, Tensor]) -> Tensor:
-        """Returns what the gradients of the logits are multiplied with in the gradient of a leaf
-        without tokens, ``[tokens, width]``.
+        """Returns the factor ``[tokens, width]`` of the logits' gradients for a leaf without
+        tokens. The leaf's gradient is the sum of these products over tokens.
         """
         raise TypeError(f"head {self.name!r} has no leaf without tokens")
 
     def as_leaf(self, leaf: str, total: Tensor) -> Tensor:
-        """Returns the sum of these products, ``[members, vocab, width]``, in the shape of the
-        leaf.
-        """
+        """Returns the sum of these products, ``[members, vocab, width]``, in the leaf's shape."""
         raise TypeError(f"head {self.name!r} has no leaf without tokens")
 
 

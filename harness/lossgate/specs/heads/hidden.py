@@ -19,15 +19,15 @@ from lossgate.specs.record import Record, built_in_field
 
 
 class Hidden(Record):
-    """What head "hidden" gives beside the batch."""
+    """The inputs that head "hidden" adds to the batch."""
 
     hidden: Tensor = built_in_field("token hidden", "the last hidden states; requires grad", dtype="input")
     weight: Tensor = built_in_field("vocab hidden", "this rank's rows of the lm-head; requires grad", dtype="input")
-    bias: Tensor | None = built_in_field("vocab", "its bias, or None; requires grad", dtype="input")
+    bias: Tensor | None = built_in_field("vocab", "the bias of the lm-head, or None; requires grad", dtype="input")
 
 
 class HiddenHead(Head):
-    """The logits are ``hidden @ weight.T + bias``.
+    """The kernel computes the logits ``hidden @ weight.T + bias``.
 
     Each tp rank has its own rows of weight and bias.
     """
@@ -54,7 +54,7 @@ class HiddenHead(Head):
         rows = max(shard.padding for shard in problem.partition.vocab_shards)
         if not rows:
             return {}
-        # As large as the rows of the vocabulary at least, so that logits of padding rows stand out.
+        # At least as large as the rows of the vocabulary, so that logits of padding rows stand out.
         scale = max(1.0, problem.logit_std / sqrt(problem.hidden))
         return {
             "weight": streams.normal("weight vocab padding", rows, problem.hidden) * scale,
@@ -87,8 +87,10 @@ class HiddenHead(Head):
         total = TokenSum(run)
         for chunks in partition.real_token_chunks(run.stages.rounded_chunk):
             for tokens in chunks:
-                everything = len(tokens) == dlogits.shape[1]
-                total.add(dlogits if everything else dlogits[:, tokens], factor if everything else factor[tokens])
+                if len(tokens) == dlogits.shape[1]:  # all of them, and no copy is needed
+                    total.add(dlogits, factor)
+                else:
+                    total.add(dlogits[:, tokens], factor[tokens])
                 total.end_chunk(one_of=len(chunks))
             total.end_rank()
         return self.as_leaf(leaf, total.total)
@@ -102,7 +104,7 @@ class HiddenHead(Head):
 
 
 def _grad_hidden(dlogits: Tensor, weight: Tensor, partition: Partition, run: RoundedRun) -> Tensor:
-    """Multiplies each tp rank's rows of the vocabulary separately, then adds the products."""
+    """Multiplies the rows of each tp rank's vocabulary separately, then adds the products."""
     shards = [shard for shard in partition.vocab_shards if shard.end > shard.start]
     parts = [_vocab_part(dlogits, weight, shard, run) for shard in shards]
     if len(parts) == 1:
@@ -111,6 +113,7 @@ def _grad_hidden(dlogits: Tensor, weight: Tensor, partition: Partition, run: Rou
 
 
 def _vocab_part(dlogits: Tensor, weight: Tensor, shard: VocabShard, run: RoundedRun) -> Tensor:
+    """Returns the part of one tp rank, which may be a running sum over steps of its vocabulary."""
     whole = shard.end - shard.start
     step = whole if run.stages.accumulate_hidden == FLOAT32 else run.stages.vocab_chunk or whole
     tiles = [slice(start, min(start + step, shard.end)) for start in range(shard.start, shard.end, step)]

@@ -15,13 +15,13 @@ from lossgate.specs.record import Record, built_in_field
 
 
 class Logits(Record):
-    """What head "logits" gives beside the batch."""
+    """The input that head "logits" adds to the batch."""
 
     logits: Tensor = built_in_field("token vocab", "the logits, before the temperature; requires grad", dtype="input")
 
 
 class LogitsHead(Head):
-    """Each tp rank has its own columns of the logits, before the temperature."""
+    """The kernel is given its tp rank's columns of the logits, before the temperature."""
 
     name = "logits"
     meaning = "from the logits, before the temperature"

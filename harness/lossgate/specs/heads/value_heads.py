@@ -8,7 +8,7 @@ from lossgate.specs.record import Record, built_in_field
 
 
 class Logprobs(Record):
-    """What head "logprobs" gives beside the batch."""
+    """The input that head "logprobs" adds to the batch."""
 
     logprobs: Tensor = built_in_field(
         "token", "log-probabilities of the labels; requires grad. Equal on all tp ranks", dtype="input"
@@ -16,8 +16,8 @@ class Logprobs(Record):
 
 
 class LogprobsHead(ValueHead):
-    """Log-probabilities lie between slightly below 0, a confident label, and about ``-logit_std``
-    nats.
+    """The kernel is given the labels' log-probabilities. Problems draw them from about
+    ``-logit_std`` nats to slightly below 0, where a label is nearly certain.
     """
 
     name = "logprobs"
@@ -31,7 +31,7 @@ class LogprobsHead(ValueHead):
 
 
 class Values(Record):
-    """What head "values" gives beside the batch."""
+    """The input that head "values" adds to the batch."""
 
     values: Tensor = built_in_field(
         "token", "the predictions of the value head; requires grad. Equal on all tp ranks", dtype="input"
@@ -39,7 +39,7 @@ class Values(Record):
 
 
 class ValuesHead(ValueHead):
-    """One value per token."""
+    """The kernel is given one value per token."""
 
     name = "values"
     meaning = "from the value head's predictions"
@@ -52,7 +52,7 @@ class ValuesHead(ValueHead):
 
 
 class Rewards(Record):
-    """What head "rewards" gives beside the batch."""
+    """The input that head "rewards" adds to the batch."""
 
     rewards: Tensor = built_in_field(
         "sequence",
@@ -63,7 +63,7 @@ class Rewards(Record):
 
 
 class RewardsHead(ValueHead):
-    """One score per sequence."""
+    """The kernel is given one score per sequence."""
 
     name = "rewards"
     meaning = "from the reward model's scores"
