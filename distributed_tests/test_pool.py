@@ -358,7 +358,7 @@ def test_groups_that_cannot_be_made_are_no_failure_of_the_kernel(gloo: World, mo
     pool = _pool()
     pool.forget_groups()
     Path(pool._folder.name, f"meeting{next(pool._numbers) + 1}").write_bytes(b"\xff" * 100)
-    with pytest.raises(WorldLost, match=r"^the ranks could not make their groups in 1 tries; the last: "):
+    with pytest.raises(WorldLost, match=r"^the ranks could not make their groups in 1 tries; the last failure: "):
         gloo.run(healthy)
     monkeypatch.undo()
     assert gloo.run(healthy) == [6.0] * 4
@@ -379,7 +379,7 @@ def test_ranks_with_other_code_are_refused(gloo: World, tmp_path: Path, monkeypa
 
     try:
         gloo.run(moves)
-        with pytest.raises(UsageError, match="rank 2 has another file of module module_of_each_machine than rank 0"):
+        with pytest.raises(UsageError, match="module module_of_each_machine on rank 2 differs from that on rank 0"):
             gloo.run(module.scale)
     finally:
         close_pool()

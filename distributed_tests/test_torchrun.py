@@ -279,7 +279,9 @@ def test_a_rank_that_does_not_come_is_named(rank_0: dist.Store, monkeypatch: pyt
     launched = driver.LaunchedRanks(Launch(0, 0, 2, "127.0.0.1"))
     thread.join(10)
     for _ in range(2):
-        with pytest.raises(UsageError, match=r"^rank 1 of 2 did not connect to rank 0 on 127.0.0.1 within 2 s; see"):
+        with pytest.raises(
+            UsageError, match=r"^rank 1 of 2 did not connect to rank 0 on 127.0.0.1 within 2 s; look at"
+        ):
             launched.ranks(1)
     launched.dismiss(2)
     said[0].close()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of arguments that several kernels and losses share.
 
-Checks of shapes, dtypes and numbers cost nothing. Those of a tensor's values wait for its device,
+Checks of shapes, dtypes and numbers cost nothing. Checks of a tensor's values wait for its device,
 so they can be switched off: see ``unchecked_values``.
 """
 
@@ -17,17 +17,18 @@ from torch import Tensor
 _checked: ContextVar[bool] = ContextVar("_checked", default=True)
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
-"""Dtypes that can count what a batch has; uint8 would take 256 for 0."""
+"""Dtypes that can count the tokens of a batch. uint8 would take 256 for 0."""
 
 
 @contextmanager
 def unchecked_values() -> Generator[None]:
     """Switches off, inside a ``with``, the checks that read the values of tensors.
 
-    They find a label outside of the vocabulary, a mask with other numbers than 0 and 1, a token in
-    a sequence that does not exist, a negative count and a negative weight. Each waits for the
-    device once. So check the first steps of a run, and put the others inside. Checks of shapes,
-    dtypes and numbers stay. What ``torch.compile`` compiles is unchecked in any case.
+    These checks find a label outside of the vocabulary, a mask with other numbers than 0 and 1, a
+    token in a sequence that does not exist, a negative count and a negative weight. Each check
+    waits for the device once. So check the first steps of a run, and put the later steps inside the
+    ``with``. Checks of shapes, dtypes and numbers stay on. Code that ``torch.compile`` compiles is
+    never checked.
     """
     before = _checked.set(False)
     try:
@@ -55,16 +56,16 @@ def check_number(
     """Checks that an argument is a finite number within bounds.
 
     Args:
-        name: of the argument.
+        name: the name of the argument.
         value: an integer or a float; a tensor is refused.
         least: the smallest number that is allowed.
-        above: numbers up to this one are not allowed.
+        above: the number must be larger than this.
         largest: the largest number that is allowed.
-        below: numbers from this one on are not allowed.
+        below: the number must be smaller than this.
         otherwise: what else the caller may pass, for the message, such as "or None for no bound".
 
     Raises:
-        ValueError: It is no such number; the message names the argument.
+        ValueError: The value is no such number; the message names the argument.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and isfinite(value) and least <= value <= largest and above < value < below:
@@ -79,15 +80,15 @@ def check_setting(name: str, value: Any, *, also: tuple[Any, ...] = (), otherwis
     """Checks that an option is a finite Python number within bounds.
 
     Args:
-        name: of the option.
-        value: an integer or a float. A tensor is refused: what it holds could not be checked
+        name: the name of the option.
+        value: an integer or a float. A tensor is refused, because its number could not be checked
             without waiting for its device.
         also: other values that are allowed.
-        otherwise: what these are, for the message.
-        **bounds: those of ``check_number``.
+        otherwise: the meaning of these values, for the message.
+        **bounds: the bounds that ``check_number`` takes.
 
     Raises:
-        ValueError: It is no such number; the message names the option.
+        ValueError: The value is no such number; the message names the option.
     """
     if isinstance(value, Tensor):
         raise ValueError(f"{name} is a tensor {list(value.shape)}: expected a Python number; pass {name}.item()")
@@ -99,7 +100,7 @@ def check_flags(**flags: Any) -> None:
     """Checks that options are True or False. The text "false" would count as true.
 
     Raises:
-        ValueError: One is not; the message names it.
+        ValueError: An option is something else; the message names it.
     """
     for name, flag in flags.items():
         check_choice(name, flag, (False, True))
@@ -109,7 +110,7 @@ def check_integer(name: str, value: Any, *, least: int, otherwise: str = "") -> 
     """Checks that an argument is an integer of at least ``least``.
 
     Raises:
-        ValueError: It is not; the message names the argument.
+        ValueError: The value is no such integer; the message names the argument.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} {value!r}: expected an integer from {least}{otherwise and ', '}{otherwise}")
@@ -119,7 +120,7 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Checks that an argument is one of several values.
 
     Raises:
-        ValueError: It is not; the message names the argument and the values.
+        ValueError: It is another value; the message names the argument and the allowed values.
     """
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         *most, last = map(repr, choices)
@@ -134,10 +135,10 @@ def check_tokens(needed: Mapping[str, Any], optional: Mapping[str, Any] | None =
     Args:
         needed: tensors by argument name, ``[tokens]`` each. The first holds floats; the others must
             have its shape, on its device.
-        optional: the same, where None is allowed.
+        optional: more tensors of this kind, or None in their place.
 
     Raises:
-        ValueError: One does not fit; the message names it.
+        ValueError: A tensor does not fit; the message names it.
     """
     first, like = next(iter(needed.items()))
     if not isinstance(like, Tensor) or like.dim() != 1:
@@ -152,10 +153,10 @@ def check_tokens(needed: Mapping[str, Any], optional: Mapping[str, Any] | None =
 
 
 def check_device(name: str, x: Tensor, like: Tensor, of: str = "logprobs") -> None:
-    """Checks that a tensor is on the device of another.
+    """Checks that a tensor is on the device of the tensor ``like``.
 
     Raises:
-        ValueError: It is on another one; the message names both.
+        ValueError: It is on another device; the message names both.
     """
     if x.device != like.device:
         raise ValueError(
@@ -172,18 +173,18 @@ def as_count(name: str, count: Any, like: Tensor) -> Tensor:
     """Converts a count of the whole batch to a scalar.
 
     Args:
-        name: of the argument.
+        name: the name of the argument.
         count: a number from 0, or a tensor with one such number, on any device.
-        like: gives dtype and device of the result.
+        like: a tensor with the dtype and the device of the result.
 
     Raises:
-        ValueError: It is no such number. That of a tensor is not looked at inside of
+        ValueError: The count is no such number. The number in a tensor is not checked inside of
             ``unchecked_values``.
     """
     if not isinstance(count, Tensor):
         check_number(name, count, least=0, otherwise="or a tensor with one such number")
     elif count.numel() != 1:
-        raise ValueError(f"{name} {_shown(count)}: expected a number, or a tensor with one; add up those of parts")
+        raise ValueError(f"{name} {_shown(count)}: expected a number, or a tensor with one; add up counts of parts")
     elif count.dtype == torch.bool or count.is_complex():
         raise ValueError(f"{name} is {count.dtype}: expected a number; pass the number of what a mask counts")
     elif values_are_checked():
@@ -196,10 +197,10 @@ def as_sample_mask(sample_mask: Any, like: Tensor) -> Tensor:
 
     Args:
         sample_mask: ``[sequences]`` of bool, or of numbers 0 and 1.
-        like: a tensor on the device that it must be on.
+        like: a tensor on the expected device.
 
     Raises:
-        ValueError: It is no such tensor.
+        ValueError: The argument is no such tensor.
     """
     if not isinstance(sample_mask, Tensor) or sample_mask.dim() != 1:
         raise ValueError(
@@ -215,15 +216,15 @@ def as_sequence(sequence: Tensor, mask: Tensor, sequences: int) -> Tensor:
 
     Args:
         sequence: ``[tokens]`` integers, each token's sequence.
-        mask: ``[tokens]`` bool, the tokens that count. Numbers at others may be anything.
+        mask: ``[tokens]`` bool, the tokens that count. Numbers at other tokens may be anything.
         sequences: the number of sequences in the pack.
 
     Returns:
         ``[tokens]`` int64, 0 at tokens that do not count.
 
     Raises:
-        ValueError: It holds no integers, or a token that counts is in a sequence outside of the
-            pack. The latter is not looked at inside of ``unchecked_values``.
+        ValueError: The argument holds no integers, or a token that counts is in a sequence outside
+            of the pack. The latter is not checked inside of ``unchecked_values``.
     """
     if sequence.dtype not in _INTEGERS:
         raise ValueError(f"sequence is {sequence.dtype}: expected int64, int32 or int16; pass sequence.long()")
@@ -232,7 +233,7 @@ def as_sequence(sequence: Tensor, mask: Tensor, sequences: int) -> Tensor:
     if values_are_checked() and len(outside := (mask & ((sequence < 0) | (sequence >= sequences))).nonzero()):
         token = int(outside[0])
         raise ValueError(
-            f"sequence: that of token {token} is {int(sequence[token])}, outside of the pack's sequences 0 to "
+            f"sequence: token {token} has {int(sequence[token])}, outside of the pack's sequences 0 to "
             f"{sequences - 1}; mask the token, or count its sequence"
         )
     return torch.where(mask, sequence, 0).long()
@@ -242,13 +243,13 @@ def as_mask(name: str, mask: Any, like: Tensor | torch.Size, of: str = "logprobs
     """Converts a mask to bool.
 
     Args:
-        name: of the argument.
+        name: the name of the argument.
         mask: bool, integers or floats, 0 or 1 each; of the shape of ``like``.
-        like: a tensor with one entry for each of the mask, or its shape.
-        of: the argument whose shape that is, for the message.
+        like: a tensor of the expected shape, or that shape.
+        of: the name of the argument with this shape, for the message.
 
     Raises:
-        ValueError: It is no tensor, has another shape, or holds other numbers than 0 and 1.
+        ValueError: The mask is no tensor, has another shape, or holds other numbers than 0 and 1.
     """
     shape = list(like.shape if isinstance(like, Tensor) else like)
     if not isinstance(mask, Tensor):
@@ -266,7 +267,7 @@ def as_mask(name: str, mask: Any, like: Tensor | torch.Size, of: str = "logprobs
     if values_are_checked() and bool((true & (mask != 1)).any()):
         other = mask[true & (mask != 1)][0].item()
         raise ValueError(
-            f"{name} holds {other:g}: expected 0 and 1 alone; a mask says what counts, and does not weight it"
+            f"{name} holds {other:g}: expected only 0 and 1; a mask says what counts, and does not weight it"
         )
     return true
 
@@ -283,11 +284,11 @@ def check_labels(
 
     Args:
         labels: ``[tokens]`` integers.
-        counted: ``[tokens]`` bool; other labels may be anything.
+        counted: ``[tokens]`` bool: the labels to check.
         vocab: the number of ids.
         start: the first id.
-        name: of the argument.
-        way_out: what the message says to do.
+        name: the name of the argument.
+        way_out: the end of the message, which says what to do.
 
     Raises:
         ValueError: A counted label lies outside; the message names it and its token.
@@ -298,7 +299,7 @@ def check_labels(
     if len(outside):
         token = int(outside[0])
         raise ValueError(
-            f"{name}: that of token {token} is {int(labels.flatten()[token])}, outside of the vocabulary of ids "
+            f"{name}: token {token} has {int(labels.flatten()[token])}, outside of the vocabulary of ids "
             f"{start} to {start + vocab - 1}; {way_out}"
         )
 
@@ -307,7 +308,7 @@ def check_label_dtype(labels: Tensor, name: str = "labels") -> None:
     """Checks that labels are integers that can hold ids and -100.
 
     Raises:
-        ValueError: They have another dtype.
+        ValueError: The labels have another dtype.
     """
     if labels.dtype not in _INTEGERS:
         raise ValueError(

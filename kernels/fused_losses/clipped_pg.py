@@ -45,18 +45,18 @@ def clipped_pg_loss(
         logprobs: ``[tokens]``, log-probabilities of the labels of this rank's tokens, from
             ``linear_logprobs``; gradients flow. A token that top-k or top-p filtering leaves out
             has -inf here; it is not part of the policy loss.
-        prev_logprobs: ``[tokens]``, those of the policy before the update.
-        generation_logprobs: ``[tokens]``, those of the policy that generated the tokens.
+        prev_logprobs: ``[tokens]``, log-probabilities under the policy before the update.
+        generation_logprobs: ``[tokens]``, under the policy that generated the tokens.
         advantages: ``[tokens]``.
         mask: ``[tokens]`` of bool, or of numbers 0 and 1: the tokens that count. Values at other
             tokens have no effect.
         sequence: ``[tokens]`` integers, each token's sequence in the pack.
         sample_mask: ``[sequences]`` of bool, or of numbers 0 and 1: the sequences that count.
         valid_tokens: the number of tokens that count in the whole batch, over every rank and
-            microbatch: a number, or a tensor with one.
+            microbatch: a number, or a tensor with one number.
         valid_sequences: the number of sequences that count in the whole batch.
         config: the options.
-        reference_logprobs: ``[tokens]``, those of the reference policy; needed with a KL penalty.
+        reference_logprobs: ``[tokens]``, under the reference policy; needed with a KL penalty.
         unfiltered_logprobs: ``[tokens]``, ``logprobs`` without filtering, for the KL penalty; by
             default ``logprobs``.
         rewards: ``[sequences]``; needed with ``positive_example_nll_weight``.
@@ -67,8 +67,8 @@ def clipped_pg_loss(
 
     Returns:
         The loss, a scalar, and ``Metrics``. They are this rank's parts and add up over dp, cp and
-        microbatches, as do gradients. All metrics are sums, but those ``.._min`` and ``.._max``,
-        which are reduced by minimum and maximum and are infinite without tokens.
+        microbatches, as do gradients. All metrics are sums, except ``.._min`` and ``.._max``, which
+        are reduced by minimum and maximum and are infinite without tokens.
         Metrics: ``kl_penalty`` (reduced like the loss), ``probs_ratio{,_clamped}{,_min,_max}``,
         ``approx_entropy``, ``token_mult_prob_error``, ``gen_kl_error``, ``policy_kl_error``,
         ``js_divergence_error``, ``sampling_importance_ratio``, ``is_oob_ratio`` (with a
@@ -78,8 +78,8 @@ def clipped_pg_loss(
         ValueError: An argument is missing or does not fit; the message names it.
 
     Collectives:
-        On ``cp_group``, forward: none for options of single tokens; else one all-reduce SUM of
-        ``[5, sequences]``. Backward: the same once more for GSPO, else none.
+        On ``cp_group``, forward: one all-reduce SUM of ``[5, sequences]`` if an option needs whole
+        sequences, else none. Backward: the same once more for GSPO, else none.
     """
     _check(config, reference_logprobs, rewards, positive_tokens)
     policies = {"prev_logprobs": prev_logprobs, "generation_logprobs": generation_logprobs}
@@ -169,7 +169,7 @@ class _Tokens:
     sums: Tensor
     """``[5, sequences]``: the sums of the five fields above over each sequence.
 
-    They cover this rank's tokens; all ranks' tokens if an option needs whole sequences.
+    They cover this rank's tokens, or all ranks' tokens if an option needs whole sequences.
     """
     sequence: Tensor
     sample_mask: Tensor
@@ -192,18 +192,17 @@ class _Tokens:
     def mean_of_sequences(self, x: Tensor) -> Tensor:
         """Computes the mean of ``[sequences]`` numbers that every rank of the group holds.
 
-        Only the first rank returns it, the others return 0, so that a sum over ranks is right.
+        The first rank returns it and the other ranks return 0, so that a sum over ranks is right.
         """
         return _at(self.sample_mask, x).sum() / self.divisor(self.counts[1]) * is_first(self.group)
 
     def reduced(self, x: Tensor, where: Tensor, token_level: bool) -> Tensor:
-        """Averages as the loss does: over tokens, or over sequences of their means."""
+        """Averages as the loss does: over tokens, or over each sequence and then over sequences."""
         if token_level:
             return self.mean(x, where)
-        row = 2 if where is self.acting else 4
-        return (_at(where, x) / self.divisor(self.sums[row].detach())[self.sequence]).sum() / self.divisor(
-            self.counts[1]
-        )
+        tokens_of_sequences = self.sums[2 if where is self.acting else 4].detach()
+        of_own_sequence = self.divisor(tokens_of_sequences)[self.sequence]
+        return (_at(where, x) / of_own_sequence).sum() / self.divisor(self.counts[1])
 
 
 def _ratios(tokens: _Tokens, c: Tensor, o: ClippedPGConfig) -> tuple[Tensor, Tensor]:
@@ -263,7 +262,8 @@ def _weights(tokens: _Tokens, o: ClippedPGConfig) -> tuple[Tensor, dict[str, Ten
 def _positive_nll(c: Tensor, positive: Tensor, tokens: _Tokens, count: Tensor | None) -> Tensor:
     """Computes this rank's part of the mean NLL of tokens in sequences with a reward above 0.
 
-    ``positive`` is ``[sequences]`` bool. Without a count, that of these tokens divides.
+    ``positive`` is ``[sequences]`` bool. If ``count`` is None, the sum is divided by the number of
+    these tokens.
     """
     if count is None:
         count = _at(positive, tokens.sums[2].detach()).sum()
@@ -278,11 +278,9 @@ def _kl_penalty(u: Tensor, q: Tensor, g: Tensor, o: ClippedPGConfig) -> Tensor:
         weight = torch.where(d.abs() > bound, weight.detach(), weight)
         d = d.clamp(-bound, bound)
     estimate = weight * _kl_estimate(d, o)
-    return (
-        estimate
-        if o.kl_output_clamp_value is None
-        else estimate.clamp(-o.kl_output_clamp_value, o.kl_output_clamp_value)
-    )
+    if o.kl_output_clamp_value is None:
+        return estimate
+    return estimate.clamp(-o.kl_output_clamp_value, o.kl_output_clamp_value)
 
 
 def _kl_estimate(d: Tensor, o: ClippedPGConfig) -> Tensor:
@@ -300,7 +298,7 @@ def _kl_estimate(d: Tensor, o: ClippedPGConfig) -> Tensor:
 
 
 def _finite_exp(x: Tensor) -> Tensor:
-    """Computes ``exp(x)``, or 0 without gradient where that overflows.
+    """Computes ``exp(x)``, or 0 without a gradient where ``exp(x)`` overflows.
 
     A mask after ``exp`` would multiply an infinite gradient by 0, which is NaN.
     """
@@ -308,7 +306,7 @@ def _finite_exp(x: Tensor) -> Tensor:
 
 
 def _range(name: str, x: Tensor, tokens: _Tokens) -> dict[str, Tensor]:
-    """Metrics: mean, minimum and maximum of x over acting tokens."""
+    """Returns the mean, the minimum and the maximum of x over acting tokens, as metrics."""
     infinity = x.new_full((1,), torch.inf)
     low, high = (
         torch.cat([sign * infinity, torch.where(tokens.acting, x.detach(), sign * infinity)]) for sign in (1, -1)
@@ -317,7 +315,7 @@ def _range(name: str, x: Tensor, tokens: _Tokens) -> dict[str, Tensor]:
 
 
 def _distances(c: Tensor, p: Tensor, generation: Tensor, tokens: _Tokens, o: ClippedPGConfig) -> dict[str, Tensor]:
-    """Metrics of the distances between the generating, the previous and the current policy."""
+    """Returns metrics of the distances between the generating, previous and current policies."""
     g = _at(tokens.scored, generation)
     mixture = torch.logaddexp(p, g) - log(2)
     to_p, to_g = ((mixture - x).expm1() - (mixture - x) for x in (p, g))
@@ -342,9 +340,9 @@ def _check(o: Any, reference: Tensor | None, rewards: Tensor | None, positive_to
             "reference_logprobs is missing: expected [T] with reference_policy_kl_penalty "
             f"{o.reference_policy_kl_penalty}; or set that to 0"
         )
-    needed = {"rewards": rewards} | (
-        {"positive_tokens": positive_tokens} if o.positive_nll_normaliser == "global" else {}
-    )
+    needed: dict[str, Any] = {"rewards": rewards}
+    if o.positive_nll_normaliser == "global":
+        needed["positive_tokens"] = positive_tokens
     missing = [name for name, x in needed.items() if x is None]
     if o.positive_example_nll_weight and missing:
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of the clipped policy gradient, those of NeMo-RL's ``ClippedPGLossConfig``."""
+"""The options of the clipped policy gradient, named as in NeMo-RL's ``ClippedPGLossConfig``."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -12,8 +12,9 @@ from fused_losses.arguments import check_choice, check_flags, check_setting
 class ClippedPGConfig:
     """Options of ``clipped_pg_loss``.
 
-    Below, c is the log-probability of a token, p the one before the update, g the one at
-    generation, q the one of the reference policy, and A the advantage.
+    Below, c is the log-probability of a token under the current policy, p under the policy before
+    the update, g under the policy at generation, and q under the reference policy. A is the
+    advantage.
 
     Raises:
         ValueError: An option is out of range, or contradicts another one; the message names it.
@@ -25,7 +26,7 @@ class ClippedPGConfig:
     ``force_on_policy_ratio`` takes precedence.
     """
     token_level_loss: bool = True
-    """The loss is a mean over tokens; else a mean over sequences of their means over tokens."""
+    """The loss is a mean over tokens; else a mean over each sequence, and then over sequences."""
     sequence_level_importance_ratios: bool = False
     """GSPO (arXiv:2507.18071): ratios and importance weights belong to sequences.
 
@@ -66,8 +67,8 @@ class ClippedPGConfig:
     use_on_policy_kl_approximation: bool = False
     """The KL estimate has the weight exp(c - g).
 
-    By default its weight is exp(c - c), where only the first c has a gradient: the value is 1, the
-    gradient that of the score function.
+    By default its weight is exp(c - c), where only the first c has a gradient: its value is 1, and
+    its gradient is that of the score function.
     """
     force_on_policy_ratio: bool = False
     """p is c without its gradient, and nothing is clipped."""
@@ -76,14 +77,14 @@ class ClippedPGConfig:
     positive_example_nll_weight: float = 0.0
     """Weight of the NLL of sequences with a reward above 0 (VAPO, arXiv:2504.05118)."""
     positive_nll_normaliser: Literal["global", "local"] = "global"
-    """What divides the sum of that NLL.
+    """The number by which the sum of that NLL is divided.
 
     ``"global"``: ``positive_tokens``, the count of the whole batch. ``"local"``: the number of such
     tokens in this call, over ``cp_group``, as in NeMo-RL. The losses of data-parallel ranks and
-    microbatches then do not add up to that of the batch.
+    microbatches then do not add up to the loss of the batch.
     """
     epsilon: float = 0.0
-    """Added to divisors; 1e-8 in NeMo-RL. If it is 0, a mean over nothing is 0."""
+    """Is added to divisors; 1e-8 in NeMo-RL. If it is 0, a mean over nothing is 0."""
 
     @property
     def has_ratio(self) -> bool:
@@ -138,7 +139,7 @@ _BOUNDS = {
     "kl_output_clamp_value": (0, "bound"),
     "truncated_importance_sampling_ratio": (0, "bound"),
 }
-"""Options that may be None: what they must be above, and what None leaves out."""
+"""Options that may be None: the number that they must exceed, and what None leaves out."""
 _LOWER: dict[str, Any] = {"least": 0, "also": (None,), "otherwise": "or None for no bound"}
 
 

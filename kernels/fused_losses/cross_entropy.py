@@ -52,12 +52,12 @@ def linear_cross_entropy(
     The ``[tokens, vocab]`` logits are never formed. A token counts if ``mask`` is true there and
     its label is not ``ignore_index``.
 
-    If the whole vocabulary is on this rank and a gradient is needed, it is computed in forward.
-    This takes three matrix products for each chunk instead of four. Backward multiplies the result
-    by the upstream gradient, rounds it and hands it on; a second backward (``retain_graph``)
-    computes it again. Nothing is written to ``.grad``, so forward may run twice (activation
-    checkpointing). If the vocabulary is split, the same would take two all-reduces for each chunk,
-    so the loss goes through ``linear_logprobs`` instead.
+    If the whole vocabulary is on this rank, forward also computes the gradients that are needed.
+    This takes three matrix products for each chunk instead of four. Backward multiplies them by the
+    upstream gradient, rounds them and hands them on; a second backward (``retain_graph``) computes
+    them again. Nothing is written to ``.grad``, so forward may run twice (activation
+    checkpointing). If the vocabulary is split, this would take two all-reduces for each chunk, so
+    the loss goes through ``linear_logprobs`` instead.
 
     Args:
         hidden: ``[tokens, hidden]``, or a batch as ``layout`` says; see ``linear_logprobs``, also
@@ -69,7 +69,8 @@ def linear_cross_entropy(
             Labels of other tokens may be anything.
         valid_tokens: the divisor of ``"mean"``: the number of tokens that count in the whole batch,
             over every data- and context-parallel rank and microbatch. Losses and gradients of ranks
-            and microbatches then add up. By default: the number of tokens that count in this call.
+            and microbatches then add up. By default it is the number of tokens that count in this
+            call.
         reduction: ``"mean"`` or ``"sum"``.
         temperature: divides the logits; positive.
         softcap: the cap of the logits, positive; None for no soft-cap.
@@ -95,8 +96,9 @@ def linear_cross_entropy(
         None with the whole vocabulary on this rank; else those of ``linear_logprobs``.
 
     Memory:
-        With gradients in forward: a float32 gradient of weight and a gradient of hidden, held from
-        forward to backward, and ``[chunk, vocab]`` logits at a time. Else as ``linear_logprobs``.
+        If forward computes gradients: a float32 gradient of weight and a gradient of hidden, held
+        from forward to backward, and ``[chunk, vocab]`` logits at a time. Else the same as
+        ``linear_logprobs``.
     """
     check_not_transformed(hidden=hidden, weight=weight, labels=labels, bias=bias)
     ranks = ranks_of_tokens(sequence_parallel, tp_group)
@@ -211,7 +213,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
         Args:
             hidden: ``[tokens, hidden]``, or a batch as ``layout`` says.
-            weight: ``[local_vocab, hidden]``, that of the lm-head.
+            weight: ``[local_vocab, hidden]``, the weight of the lm-head.
             labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids.
             bias: ``[local_vocab]``, or None.
             mask: of the shape of the labels, the tokens that count; all by default.
@@ -292,7 +294,7 @@ def vocab_parallel_cross_entropy(
 def _counted(
     labels: Tensor, mask: Tensor | None, valid_tokens: Tensor | float | None, reduction: str, ignore_index: int
 ) -> Tensor:
-    """Checks what is common to both losses, and returns ``[tokens]`` bool: the token counts."""
+    """Checks arguments that both losses share, and returns the mask of the tokens that count."""
     check_label_dtype(labels)
     check_choice("reduction", reduction, ("mean", "sum"))
     counted = labels != ignore_index
@@ -345,7 +347,7 @@ class _LossAndGradients:
         z = head.logits(h, matrix)
         capped = None if head.softcap is None else z.clone()
         softmax = TokenSoftmax.of(z, labels[tokens])  # This overwrites z by exp(z - largest).
-        owned = softmax.owners == 1  # A label outside of the vocabulary gives NaN where nobody looks at labels.
+        owned = softmax.owners == 1  # If labels are not checked, a label outside of the vocabulary gives NaN.
         self.total.sub_(torch.where(live, torch.where(owned, softmax.logprobs, torch.nan), 0.0).sum())
         dz = z.mul_((live / torch.where(owned | ~live, softmax.total, torch.nan))[:, None])
         add_at_labels_(dz, labels[tokens], -live.to(dz.dtype))
@@ -388,7 +390,7 @@ class _LinearNLL(torch.autograd.Function):
         computed, ctx.computed = ctx.computed, None
         if computed is None:  # With retain_graph, the first backward has handed the gradients on.
             computed = _LossAndGradients.of(hidden, labels, counted, head, ctx.chunk, ctx.needs_input_grad[:3])
-        # CUDA rounds a 0-dim factor to a half-precision gradient's dtype first, but no 1-dim one.
+        # CUDA would round a 0-dim factor to the dtype of a half-precision gradient first.
         scale = (upstream / head.temperature).reshape(1)
         leaves = ((computed.hidden, hidden), (computed.head.weight, weight), (computed.head.bias, bias))
         gradients = (None if grad is None or like is None else padded(grad.mul_(scale), like) for grad, like in leaves)

@@ -45,8 +45,8 @@ def dpo_loss(
 ) -> tuple[Tensor, Metrics]:
     """Computes the loss of DPO or IPO, with an optional SFT term on the chosen sequences.
 
-    r_i is the sum over sequence i of log p - log p_ref; with ``preference_average_log_probs`` it is
-    the mean. beta is ``reference_policy_kl_penalty``. The loss of pair p is
+    r_i is the sum of log p - log p_ref over sequence i, or the mean with
+    ``preference_average_log_probs``. beta is ``reference_policy_kl_penalty``. The loss of pair p is
 
     - ``"sigmoid"``: ``-log sigmoid(beta (r_2p - r_2p+1))`` (Rafailov et al. 2023),
     - ``"ipo"``: ``(r_2p - r_2p+1 - 1 / (2 beta))^2`` (Azar et al. 2023).
@@ -54,16 +54,16 @@ def dpo_loss(
     Args:
         logprobs: ``[tokens]``, log-probabilities of the labels of this rank's tokens, from
             ``linear_logprobs``; gradients flow.
-        reference_logprobs: ``[tokens]``, those of the reference model, without gradient.
+        reference_logprobs: ``[tokens]``, under the reference model, without gradient.
         mask: ``[tokens]`` of bool, or of numbers 0 and 1: the tokens that count. Values at other
             tokens have no effect.
         sequence: ``[tokens]`` integers, each token's sequence in the pack. Sequence 2p is the
             chosen one of pair p, sequence 2p + 1 the rejected one.
         sample_mask: ``[sequences]`` of bool, or of numbers 0 and 1, for every sequence in the pack.
-            That of the chosen sequence decides whether its pair counts.
+            The entry of the chosen sequence decides whether its pair counts.
         valid_sequences: the number of sequences that count in the whole batch, over every
-            data-parallel rank and microbatch, two for each pair: a number, or a tensor with one.
-            Losses and metrics of those then add up.
+            data-parallel rank and microbatch, two for each pair: a number, or a tensor with one
+            number. Losses and metrics of ranks and microbatches then add up.
         reference_policy_kl_penalty: how strongly the loss holds the policy to the reference, in
             1 / nat; positive for ``"ipo"``.
         loss_type: ``"sigmoid"`` or ``"ipo"``.
@@ -76,9 +76,9 @@ def dpo_loss(
 
     Returns:
         The loss, a scalar, and ``Metrics``. The loss is the same on every rank of ``cp_group``, and
-        each rank has the gradient of its own tokens: so do not add losses of ``cp_group`` up. The
-        metrics are parts and sums all: the first rank of ``cp_group`` reports them, and the others
-        have 0. ``preference_loss``, ``sft_loss`` (0 at weight 0), ``accuracy``,
+        each rank has the gradient of its own tokens: do not add up the losses of ``cp_group``. The
+        metrics are parts and all are sums: the first rank of ``cp_group`` reports them, and the
+        others have 0. ``preference_loss``, ``sft_loss`` (0 at weight 0), ``accuracy``,
         ``rewards_chosen_mean`` and ``rewards_rejected_mean`` (in nats, without beta) are divided by
         the number of pairs; ``num_valid_samples`` is half the number of sequences with
         ``sample_mask`` here, as in NeMo-RL.
@@ -121,7 +121,8 @@ def dpo_loss(
     preference = mean(pair)
     loss, sft = preference_loss_weight * preference, torch.zeros_like(preference)
     if sft_loss_weight:
-        sft = -mean((of_policy / tokens if sft_average_log_probs else of_policy)[0::2])
+        log_likelihood = of_policy / tokens if sft_average_log_probs else of_policy
+        sft = -mean(log_likelihood[0::2])
         loss = loss + sft_loss_weight * sft
     metrics = {
         "preference_loss": preference,

@@ -16,7 +16,7 @@ from fused_losses.arguments import check_integer, check_setting
 from fused_losses.ranks import alone
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
-"""Integers with as many bits as a float."""
+"""The integer dtype with as many bits as each float dtype."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class LogitFilter:
     """
 
     top_k: int | None = None
-    """The k largest logits stay, and those that tie with the last of them; None for all."""
+    """The k largest logits stay, and logits that tie with the last of them; None for all."""
     top_p: float = 1.0
-    """Of these the most probable stay, until their probabilities sum to ``top_p``; 1 for all."""
+    """Of these, the most probable stay, until their probabilities sum to ``top_p``; 1 for all."""
 
     def __post_init__(self) -> None:
         if self.top_k is not None:
@@ -56,9 +56,9 @@ class LogitFilter:
             ``[n]``, the same on every rank.
 
         Collectives:
-            With ``top_k``: an all-gather of ``[n, top_k]``, and with ``top_p`` besides an
+            With ``top_k``: an all-gather of ``[n, top_k]``. With ``top_k`` and ``top_p``: also an
             all-reduce SUM of ``[n]``. With ``top_p`` alone: an all-reduce MAX and 33 all-reduces
-            SUM of ``[n]`` (65 in float64). Then an all-reduce MAX of ``[n]``.
+            SUM of ``[n]`` (65 in float64). Always at the end: an all-reduce MAX of ``[n]``.
         """
         if self.top_k is None:
             weights = (logits - _largest(logits, group)[:, None]).exp_()
@@ -76,7 +76,7 @@ class LogitFilter:
             return last.squeeze(1)
         ties = _sum((logits == last).sum(-1).to(top.dtype), group)
         weights = (top - top[:, :1]).exp()
-        # Logits that tie with the last one stay as well: it stands for all of them.
+        # Logits that tie with the last one stay as well. Its weight stands for all of them.
         weights = torch.where(top == last, weights * (ties / (top == last).sum(-1))[:, None], weights)
         return _least_reaching(top, weights, self.top_p * weights.sum(-1), None)
 
@@ -95,11 +95,11 @@ def _top(logits: Tensor, k: int, group: dist.ProcessGroup | None) -> Tensor:
 def _least_reaching(values: Tensor, weights: Tensor, target: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Returns the largest t for which the weights of values from t up sum to the target.
 
-    It is one of the values. It is found by bisection over all floats, which are ordered like the
-    integers with the same bits, but for the sign.
+    t is one of the values. It is found by bisection over all floats, which apart from the sign are
+    ordered like the integers with the same bits.
 
     Args:
-        values: ``[n, m]``, those of this rank.
+        values: ``[n, m]``, the values of this rank.
         weights: ``[n, m]``, not negative.
         target: ``[n]``, positive, and at most the sum of the weights over all ranks.
         group: the ranks among which the values are split.
@@ -125,12 +125,12 @@ def _float(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _flip(x: Tensor) -> Tensor:
-    """Flips all bits but the sign where that is set; undoes itself."""
+    """Flips all bits but the sign of negative numbers. A second call undoes this."""
     return torch.where(x < 0, x ^ torch.iinfo(x.dtype).max, x)
 
 
 def _largest(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the largest logit of each token over all ranks; -inf without any."""
+    """Returns the largest logit of each token over all ranks; -inf if there are no logits."""
     own = logits.amax(-1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
     return _reduced(own, "max", group)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group relative policy optimisation (GRPO) on log-probabilities of single tokens.
 
-The policy loss is that of DAPO or CISPO.
+The policy loss is DAPO or CISPO.
 """
 
 from typing import Any, Literal
@@ -54,12 +54,12 @@ def grpo_loss(
         mask: ``[tokens]`` of bool, or of numbers 0 and 1: the tokens that count. Values at other
             tokens have no effect, not even NaN or infinity.
         valid_tokens: the number of tokens that count in the whole batch, over every rank and
-            microbatch: a number, or a tensor with one. Losses, gradients and metrics of those then
-            add up.
-        old_logprobs: ``[tokens]``, those of the policy before the update; ``logprobs`` by default.
-        reference_logprobs: ``[tokens]``; needed unless ``beta`` is 0.
-        vllm_logprobs: ``[tokens]``, those of the engine that sampled; needed with a
-            ``RhoCorrection``. NaN where they are not known; there is no correction there.
+            microbatch: a number, or a tensor with one number. Losses, gradients and metrics of
+            ranks and microbatches then add up.
+        old_logprobs: ``[tokens]``, under the policy before the update; ``logprobs`` by default.
+        reference_logprobs: ``[tokens]``, under the reference policy; needed unless ``beta`` is 0.
+        vllm_logprobs: ``[tokens]``, from the engine that sampled; needed with a ``RhoCorrection``.
+            A token for which it is not known has NaN, and is not corrected.
         unfiltered_logprobs: ``[tokens]``, ``logprobs`` without top-k and top-p filtering, for the
             KL estimates; gradients flow; by default ``logprobs``. A label that the filter leaves
             out, now or before the update, has -inf; its token has no policy loss, and a ratio of 0.
@@ -72,9 +72,9 @@ def grpo_loss(
         beta: weight of the KL estimate.
         kl_estimator: with d = log p - log p_ref, bounded to 40 nats, and the ratio r of the policy
             to the old policy: 0 is d, 1 is d^2 / 2, 2 is exp(-d) - 1 + d, 3 is r d.
-        rho: the correction for the engine that sampled; None for none. Or its weights, from
-            ``rho_weights`` or as a tensor ``[tokens]``; then ``vllm_logprobs``, ``sequence`` and
-            ``sequences`` are not used.
+        rho: the correction for the engine that sampled; None for no correction. Or the weights of
+            the correction, from ``rho_weights`` or as a tensor ``[tokens]``; then
+            ``vllm_logprobs``, ``sequence`` and ``sequences`` are not used.
         loss_denominator: ``"token"`` for ``valid_tokens``, or a positive number.
         loss_scale: factor of the loss, a positive integer. Trainers that average over data-parallel
             ranks pass their number.
@@ -86,8 +86,8 @@ def grpo_loss(
         ``ratio_square_mean``, ``rho_mean``, ``rho_weight``, ``rho_clipfrac``, ``rho_drop_frac``,
         ``rho_drop_low_frac`` and ``rho_drop_high_frac`` are parts of means over ``valid_tokens``,
         so they are sums. ``rho_min`` and ``rho_max`` are reduced by minimum and maximum; they are
-        infinite without tokens. With a tensor of weights, only ``rho_weight`` and
-        ``rho_drop_frac`` are known of these.
+        infinite without tokens. If ``rho`` is a tensor of weights, only ``rho_weight`` and
+        ``rho_drop_frac`` of the metrics of rho are known.
 
     Raises:
         ValueError: An argument is missing or does not fit; the message names it.
@@ -148,10 +148,7 @@ def grpo_loss(
 
 
 class _Select:
-    """Replaces values of tokens that do not count by 0.
-
-    Multiplying by 0 would keep NaN.
-    """
+    """Replaces the values of tokens that do not count by 0. Multiplying by 0 would keep NaN."""
 
     def __init__(self, mask: Tensor, dtype: torch.dtype) -> None:
         self._mask, self._dtype = mask, dtype

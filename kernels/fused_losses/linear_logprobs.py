@@ -100,8 +100,8 @@ def linear_logprobs(
         softcap: the cap, positive; None for no soft-cap.
         entropy: whether to return the entropy of p.
         logit_range: whether to return the smallest and the largest logit.
-        top_k: only the k largest logits of a token stay in its softmax, and those that tie with the
-            last of them; None for all. NeMo-RL filters so during training, as generation does.
+        top_k: only the k largest logits of a token stay in its softmax, and logits that tie with
+            the last of them; None for all. NeMo-RL filters so during training, as generation does.
         top_p: of these, only the most probable stay, until their probabilities sum to this number;
             1 for all.
         unfiltered: whether to return log-probabilities without this filter too, as a KL penalty
@@ -128,8 +128,8 @@ def linear_logprobs(
         ``tp_group``. Log-probabilities and entropies carry gradients. A label that is filtered out
         has -inf, without a gradient; the entropy is that of the logits that stay.
         The gradient of hidden is complete on every rank (with ``sequence_parallel``: for the rank's
-        own tokens). Those of weight and bias cover the tokens of this call; the caller adds them up
-        over data and context parallelism.
+        own tokens). The gradients of weight and bias cover the tokens of this call; the caller adds
+        them up over data and context parallelism.
 
     Raises:
         ValueError: A shape, dtype or number does not fit; a label belongs to no rank, or to two; or
@@ -144,8 +144,8 @@ def linear_logprobs(
         dtype, float32 or float64.
         With ``sequence_parallel``: forward and backward each begin with an all-gather of hidden,
         and a reduce-scatter takes the place of backward's all-reduce.
-        With a filter: forward has those of ``LogitFilter.bound`` for each chunk, and with
-        ``unfiltered`` or ``logit_range`` the two all-reduces twice.
+        With a filter: forward also has the collectives of ``LogitFilter.bound`` for each chunk, and
+        with ``unfiltered`` or ``logit_range`` the two all-reduces twice.
 
     Memory:
         Forward and backward hold ``[chunk, local_vocab]`` logits at a time in the compute dtype;
@@ -227,7 +227,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
         for tokens in chunks_of(len(own), call.chunk):
             add(tokens)
-        # CUDA rounds a 0-dim factor to a half-precision gradient's dtype first, but no 1-dim one.
+        # CUDA would round a 0-dim factor to the dtype of a half-precision gradient first.
         unit = upstream.unit.reshape(1)
         return (
             None if grad_hidden is None else _reduced(grad_hidden.mul_(unit), call, hidden.dtype),

@@ -14,7 +14,7 @@ from fused_losses.numerics import check_temperature
 from fused_losses.ranks import alone
 from fused_losses.wrappers import check_parameter
 
-# Newer versions of torch warn about the second names, older ones lack the first.
+# Newer versions of torch warn about the second names, and older versions lack the first names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # pyright: ignore[reportDeprecated]
 
@@ -24,23 +24,23 @@ _PRODUCTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ROWS = 4096
 """Rows of the weight's gradient that are computed at a time.
 
-This applies if the matrix product itself cannot accumulate them in float32.
+This applies if the matrix product itself cannot accumulate in float32.
 """
 
 
 def _divisors(hidden: Tensor, dlogits: Tensor) -> Tensor | None:
-    """Returns what to divide hidden states by, so that a weight's gradient can't overflow float16.
+    """Returns divisors of hidden states that keep a weight's gradient from overflowing float16.
 
     Each column has its own divisor, because some channels of a model are a thousand times as large
-    as others. With one divisor for all, the others would become subnormal.
+    as others. With a common divisor, the small channels would become subnormal.
 
     Args:
         hidden: ``[n, hidden]``.
         dlogits: ``[n, rows]``, of the same dtype.
 
     Returns:
-        Powers of two ``[hidden]``, 1 or above, so that the quotients have the digits of hidden;
-        None for other dtypes and for empty tensors.
+        Powers of two ``[hidden]``, 1 or above, so that division does not round. None for other
+        dtypes and for empty tensors.
     """
     if hidden.dtype != torch.float16 or not hidden.numel() or not dlogits.numel():
         return None
@@ -96,7 +96,8 @@ class LmHead:
         """Backpropagates through the soft-cap, in place.
 
         Args:
-            dz: ``[n, rows]``, the gradient of the soft-cap's output; becomes that of its input.
+            dz: ``[n, rows]``, the gradient of the soft-cap's output. It becomes the gradient of the
+                soft-cap's input.
             z: ``[n, rows]`` logits; overwritten.
         """
         assert self.softcap is not None
@@ -146,7 +147,8 @@ def chunks_of(tokens: int, chunk: int) -> Iterator[slice]:
 def default_chunk(weight: Tensor) -> int:
     """Returns an eighth of the hidden size, and at least 32 tokens.
 
-    Their float32 logits take a quarter of the memory of a bfloat16 weight, from hidden size 256 on.
+    From hidden size 256 on, the float32 logits of a chunk then take a quarter of the memory of a
+    bfloat16 weight.
     """
     return max(32, weight.shape[1] // 8)
 
@@ -196,7 +198,7 @@ def check_head(
 ) -> None:
     """Checks the arguments of kernels that start from hidden states.
 
-    ``flatten_tokens`` has made hidden states and labels fit each other.
+    ``flatten_tokens`` has already checked that hidden states and labels fit each other.
 
     Raises:
         ValueError: A shape, dtype or number does not fit, or a wrapper of the model has not
@@ -219,7 +221,7 @@ def check_head(
         check_setting("softcap", softcap, above=0, otherwise="or None for no cap")
     if matmul_dtype is not None and matmul_dtype not in _PRODUCTS:
         expected = ", ".join(map(str, _PRODUCTS))
-        raise ValueError(f"matmul_dtype {matmul_dtype!r}: expected {expected}, or None for that of hidden")
+        raise ValueError(f"matmul_dtype {matmul_dtype!r}: expected {expected}, or None for the dtype of hidden")
     if chunk is not None:
         check_integer("chunk", chunk, least=1, otherwise="or None to choose one")
     if tp_group is None and is_marked_as_shard(weight):
@@ -231,7 +233,7 @@ def check_head(
 
 
 def ranks_of_tokens(sequence_parallel: bool, tp_group: dist.ProcessGroup | None) -> int:
-    """Returns over how many ranks sequence parallelism splits the tokens; 1 without it.
+    """Returns the number of ranks over which sequence parallelism splits the tokens; 1 without it.
 
     Raises:
         ValueError: There is no group of ranks that share the tokens.
@@ -250,11 +252,11 @@ def check_split(
     vocab_rows: int | None,
     tp_group: dist.ProcessGroup | None,
 ) -> None:
-    """Checks what the caller says about the split of the vocabulary.
+    """Checks the arguments about the split of the vocabulary.
 
     Args:
         size: how many rows or columns this rank has.
-        name: of the argument that has them.
+        name: the name of the argument that has them.
         parts: "rows" or "columns".
         vocab_start: the argument of that name.
         vocab_rows: the argument of that name.
@@ -289,7 +291,7 @@ def check_split(
 def is_marked_as_shard(weight: Tensor) -> bool:
     """Returns whether Megatron has marked a weight as a part that belongs to this rank.
 
-    It marks whole weights too, where there is nobody to share them with.
+    Without other ranks the answer is no, because Megatron then marks whole weights, too.
     """
     others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return others and bool(getattr(weight, "tensor_model_parallel", False))

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 _RANKS = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
-"""Fields of Megatron's configurations: among how many ranks a forward is split."""
+"""Fields of Megatron's configurations with the numbers of ranks over which a forward is split."""
 
 
 class MegatronLmHead(nn.Module):
     """An lm-head that maps ``[n, H]`` to logits ``[n, vocab]`` through Megatron's output layer.
 
-    Megatron's layer returns a pair, a part of the vocabulary on each rank, and has no weight of its
-    own if it is tied to the embedding. For ``linear_logprobs`` there are ``weight``, ``bias`` and
-    ``split``: ``linear_logprobs(hidden, head.weight, labels, layout="sbh", **head.split)``.
+    Megatron's layer returns a pair, has only a part of the vocabulary on each rank, and has no
+    weight of its own if it is tied to the embedding. ``linear_logprobs`` takes ``weight``, ``bias``
+    and ``split``: ``linear_logprobs(hidden, head.weight, labels, layout="sbh", **head.split)``.
 
     Collectives:
         A call gathers the logits over ``tp_group``, and its backward sums the gradient of hidden.
@@ -29,7 +29,8 @@ class MegatronLmHead(nn.Module):
 
         Args:
             output_layer: a ``ColumnParallelLinear``, also with adapters.
-            weight: the weight that the model passes to it at each call; None for its own.
+            weight: the weight that the model passes to the layer at each call; None if the layer
+                uses its own.
         """
         super().__init__()
         self.output_layer = output_layer
@@ -38,7 +39,7 @@ class MegatronLmHead(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """``[rows]``, of this rank's rows; None if there is none."""
+        """``[rows]``, the bias of this rank's rows; None if there is none."""
         return getattr(self.output_layer, "bias", None)
 
     @property
@@ -49,13 +50,13 @@ class MegatronLmHead(nn.Module):
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether hidden states are those of this rank's part of the sequence."""
+        """Whether this rank's hidden states are only a part of the sequence."""
         return bool(getattr(self.output_layer, "sequence_parallel", False)) and self.tp_group is not None
 
     @property
     def split(self) -> dict[str, Any]:
         """How tokens and vocabulary are split: arguments of ``linear_logprobs``."""
-        if self.tp_group is None:  # Megatron marks whole weights as shards too: a group of one rank says whose
+        if self.tp_group is None:  # Megatron marks whole weights as shards, too; a group of one rank tells them apart
             own = getattr(self.output_layer, "tp_group", None)
             return {} if own is None else {"tp_group": own}
         start = self.tp_group.rank() * self.output_layer.output_size_per_partition
@@ -66,7 +67,7 @@ class MegatronLmHead(nn.Module):
 
         Raises:
             ValueError: Tokens are split, so the layer would return logits of other ranks' tokens;
-                or it leaves it to the caller to add a bias that is split.
+                or the layer leaves it to the caller to add a bias that is split.
         """
         if self.sequence_parallel:
             raise ValueError(
@@ -86,7 +87,7 @@ class MegatronLmHead(nn.Module):
 
 
 def is_megatron(module: nn.Module) -> bool:
-    """Returns whether a class of the ``megatron`` packages is among a module's classes."""
+    """Returns whether a module's class comes from one of the ``megatron`` packages."""
     return any(f"{one.__module__}.".startswith("megatron.") for one in type(module).__mro__)
 
 
@@ -97,7 +98,7 @@ def megatron_lm_head(model: Any, output_layer: nn.Module) -> MegatronLmHead:
 
 
 def ranks_of(model: nn.Module) -> int:
-    """Returns by how many ranks a Megatron model's forward is split along tensors or tokens."""
+    """Returns the number of ranks over which a Megatron model's forward is split."""
     config = getattr(model, "config", None)
     ranks = 1
     for name in _RANKS:

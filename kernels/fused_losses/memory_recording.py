@@ -40,7 +40,7 @@ class CudaRecorder:
 
 
 def cuda_recorder() -> Recorder | None:
-    """Makes the recorder of CUDA's memory; None without CUDA."""
+    """Returns a recorder of CUDA's memory; None without CUDA."""
     return CudaRecorder() if torch.cuda.is_available() else None
 
 
@@ -54,7 +54,7 @@ def global_rank() -> int:
 
 @contextmanager
 def errors_as_warnings(message: str) -> Generator[None]:
-    """Turns errors into warnings, because training must not end for want of a snapshot."""
+    """Turns errors into warnings, because training must not end because a snapshot failed."""
     try:
         yield
     except Exception as error:
@@ -62,7 +62,7 @@ def errors_as_warnings(message: str) -> Generator[None]:
 
 
 def check_writable(directory: Path) -> None:
-    """Makes a directory if it is missing, and a file in it that is gone at once.
+    """Makes a directory if it is missing, and tries to make a temporary file in it.
 
     Raises:
         OSError: Files cannot be written there.
@@ -73,9 +73,9 @@ def check_writable(directory: Path) -> None:
 
 
 def new_file(directory: Path, stem: str) -> Path:
-    """Makes an empty file ``STEM.pickle``, or ``STEM_2.pickle``, .. if that one is there already.
+    """Makes an empty file ``STEM.pickle``, or ``STEM_2.pickle``, .. if that exists already.
 
-    Creating it claims its name, so that no other process or later attempt takes the same one.
+    Creating the file claims its name, so that no other process or later attempt takes it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for attempt in count(1):
@@ -93,13 +93,13 @@ class Recording:
     """A recording that is under way. It ends at the latest with its owner or the process."""
 
     recorder: Recorder
-    """Has been started."""
+    """The recorder, which has been started."""
     directory: Path
     """Where the file goes."""
     name: str
-    """Start of the file's name."""
+    """The start of the file's name."""
     place: str
-    """Coordinates of this rank, for the file's name."""
+    """The coordinates of this rank, for the file's name."""
     said: str
     """What is recorded, for messages."""
     by_hand: bool
@@ -113,10 +113,10 @@ class Recording:
         self._finalizer = weakref.finalize(owner, self._abandon_in_this_process)
 
     def finish(self, mark: str = "") -> Path | None:
-        """Writes the file and stops recording, in this order, the second whatever the first does.
+        """Writes the file, and then stops recording, even if the file could not be written.
 
         Returns:
-            The file, or None if it could not be written, of which a warning tells.
+            The file, or None with a warning if it could not be written.
         """
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -140,12 +140,12 @@ class Recording:
         )
 
     def _abandon_in_this_process(self) -> None:
-        # A forked process has a copy of this object, but no CUDA, and its parent records on.
+        # A forked process has a copy of this object, but no CUDA, and its parent still records.
         if os.getpid() == self._process:
             self.abandon()
 
     def _write(self, mark: str) -> Path:
-        # Of a process group that is gone already, as at exit, the rank of the start is known.
+        # If the process group is gone already, as at exit, the rank at the start is still known.
         rank = global_rank() if dist.is_available() and dist.is_initialized() else self._rank
         file = new_file(self.directory, f"{file_stem(self.name, rank, self.place)}{mark}")
         try:

@@ -27,7 +27,7 @@ from fused_losses.memory_recording import (
 )
 
 AXES = ("dp", "dp_replicate", "dp_shard", "fsdp", "cp", "sp", "tp", "pp", "ep", "etp", "edp", "efsdp")
-"""Axes of coordinates, as Megatron-LM, torchtitan and AReaL call them; e is of experts."""
+"""Axes of coordinates, as Megatron-LM, torchtitan and AReaL call them; e stands for experts."""
 
 SETTINGS = ("profile_steps", "max_entries", "directory", "profile_ranks")
 """Fields that a section of a configuration may have."""
@@ -42,24 +42,24 @@ class MemorySnapshots:
 
     Every rank leaves its own file in ``directory``: ``step{n}_rank{r}.pickle``, or
     ``{name}_rank{r}.pickle``, with the coordinates of ``ranks`` after the rank, as in
-    ``step0_rank3_dp1_tp1.pickle``. r is the global rank when the file is written: that of
-    torch.distributed, or of when recording began if the process group is gone; else the
-    environment's ``RANK``; else 0. A file never replaces another: a second recording of a step, or
-    a second run in the same directory, writes ``.._2.pickle``, a third ``.._3.pickle``.
+    ``step0_rank3_dp1_tp1.pickle``. r is the global rank in torch.distributed when the file is
+    written, or when recording began if the process group is gone; else the environment's ``RANK``;
+    else 0. A file never replaces another: a second recording of a step, or a second run in the same
+    directory, writes ``.._2.pickle``, a third ``.._3.pickle``.
 
     Recording always ends:
 
     - A step that raises inside ``step`` leaves a file ``.._failed.pickle``, which shows what an
       out-of-memory error ran into.
-    - A recording whose end is missed, as where an error skips ``on_step_end``, ends at the next
-      ``on_step_begin`` or ``start``, or when the snapshots are garbage, or when the process exits.
-      It leaves ``.._unfinished.pickle``, with a warning. ``close`` does the same without a warning.
-      In a forked process the copy of a recording is left alone.
+    - A recording whose end is missed, for example because an error skips ``on_step_end``, ends at
+      the next ``on_step_begin`` or ``start``, or when the snapshots are garbage, or when the
+      process exits. It leaves ``.._unfinished.pickle``, with a warning. ``close`` does the same
+      without a warning. In a forked process the copy of a recording is left alone.
 
-    Snapshots do not break training. Where recording cannot start or its file cannot be written,
-    there is a ``RuntimeWarning`` that says why, recording stops, and training goes on. The warning
-    comes before the step runs if there is no CUDA, if ``directory`` cannot be written, or if
-    someone else is recording CUDA's memory.
+    Snapshots do not break training. If recording cannot start or its file cannot be written, a
+    ``RuntimeWarning`` says why, recording stops, and training goes on. The warning comes before the
+    step runs if there is no CUDA, if ``directory`` cannot be written, or if CUDA's memory is being
+    recorded already.
 
     Raises:
         ValueError: A setting does not fit; the message names it.
@@ -72,10 +72,10 @@ class MemorySnapshots:
     directory: Path | str = "memory_snapshots"
     """Where the files go; created if missing."""
     ranks: Mapping[str, int] | DeviceMesh = field(default_factory=dict[str, int])
-    """This rank's coordinates by axis, for the names of files, such as {"dp": 1, "ep": 0}. Axes are
-    those of ``AXES``; of a ``DeviceMesh`` all."""
+    """This rank's coordinates by axis, for the names of files, such as {"dp": 1, "ep": 0}. The axes
+    must be among ``AXES``; a ``DeviceMesh`` may have any axes."""
     make_recorder: Callable[[], Recorder | None] = cuda_recorder
-    """Makes the recorder of a step; None if there is nothing to record."""
+    """Returns the recorder of a step; None if there is nothing to record."""
     profile_ranks: Collection[int] | Callable[[int], bool] | None = None
     """Global ranks that record, or a function that says whether a rank does; None for all."""
     _place: str = field(default="", init=False, repr=False)
@@ -120,7 +120,7 @@ class MemorySnapshots:
 
     @contextmanager
     def step(self, number: int) -> Generator[None]:
-        """Records a step, if it is one of ``profile_steps``; a failing one too."""
+        """Records a step if it is one of ``profile_steps``, even if it fails."""
         self.on_step_begin(number)
         try:
             yield
@@ -156,7 +156,7 @@ class MemorySnapshots:
         return self._end(f"step{number}")
 
     def start(self, name: str) -> None:
-        """Starts recording outside of numbered steps, and ends what was not ended.
+        """Starts recording outside of numbered steps, and ends a recording that was not ended.
 
         Args:
             name: how the name of the file starts: letters, digits, ``_``, ``-`` and ``.``.
@@ -171,7 +171,7 @@ class MemorySnapshots:
             self._begin(name, repr(name), by_hand=True)
 
     def stop(self) -> Path | None:
-        """Writes the file of what ``start`` began; does nothing after anything else.
+        """Writes the file of the recording that ``start`` began. Ignores other recordings.
 
         Returns:
             The file; None if there is none.
@@ -209,9 +209,15 @@ class MemorySnapshots:
             self._recording.end_with(self)
 
     def _end(self, step: str | None, mark: str = "") -> Path | None:
-        """Ends the recording of a step, or for None that of ``start``; ignores other recordings."""
+        """Ends the recording of a step, or that of ``start`` if ``step`` is None.
+
+        Ignores other recordings.
+        """
         recording = self._recording
-        if recording is None or recording.by_hand is not (step is None) or step not in (None, recording.name):
+        if recording is None:
+            return None
+        recorded_step = None if recording.by_hand else recording.name
+        if step != recorded_step:
             return None
         self._recording = None
         return recording.finish(mark)
@@ -266,6 +272,7 @@ def _settings(config: object) -> dict[str, Any]:
 
 
 def _nearest(name: object, known: Collection[str]) -> str:
-    """Returns how a message ends: the nearest spelling, if any, and what was expected."""
-    close = get_close_matches(str(name), known, n=1, cutoff=0.5)  # 0.5: from 'steps' to 'profile_steps'
-    return f"{f'did you mean {close[0]!r}? ' if close else ''}expected {', '.join(known)}"
+    """Returns the end of a message: the nearest spelling, if any, and what was expected."""
+    close = get_close_matches(str(name), known, n=1, cutoff=0.5)  # 0.5: 'steps' is close to 'profile_steps'
+    question = f"did you mean {close[0]!r}? " if close else ""
+    return f"{question}expected {', '.join(known)}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics that know how the parts of microbatches and ranks make the whole."""
+"""Metrics that know how the parts of microbatches and ranks are combined."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -15,19 +15,19 @@ from fused_losses.arguments import as_mask, values_are_checked
 from fused_losses.ranks import alone
 
 _SENT_TOGETHER = 64
-"""What ``reduce`` sends is filled up to a multiple of so many numbers. Then ranks with different
-metrics send equally much as a rule, and get an error in place of waiting for each other."""
+"""``reduce`` sends a multiple of so many numbers. So ranks with different metrics usually send
+messages of the same size, and get an error instead of waiting for each other."""
 
 
 class Metrics(Mapping[str, Tensor]):
     """Named numbers without gradients, each this rank's and this microbatch's part of a whole.
 
-    As a mapping it has the numbers of this part. ``sum(parts)`` or ``a + b`` makes those of several
-    microbatches, and ``reduce`` those of all ranks. ``reductions`` says how each number is made:
+    As a mapping it has the numbers of this part. ``sum(parts)`` or ``a + b`` combines several
+    microbatches, and ``reduce`` combines all ranks. ``reductions`` says how each number is made:
 
-    - ``"sum"``: parts add up. Counts do, and so do means whose count is known beforehand: a loss
-      that divides by the ``valid_tokens`` of the whole batch gives parts of a mean.
-    - ``"min"``, ``"max"``: the smallest and the largest; +inf and -inf over nothing.
+    - ``"sum"``: parts add up. This holds for counts, and for means whose count is known beforehand:
+      a loss that divides by the ``valid_tokens`` of the whole batch gives parts of a mean.
+    - ``"min"``, ``"max"``: the smallest and the largest part; +inf and -inf over nothing.
     - ``"mean over COUNT"``: sums and counts add up, and the mapping divides them. COUNT is the name
       of another metric. The mean over nothing is 0.
 
@@ -37,8 +37,8 @@ class Metrics(Mapping[str, Tensor]):
     Numbers have the dtype in which they were computed. Additions are done in float64.
 
     Args:
-        values: one number for each name, a tensor ``[]`` or a Python number. For a mean it is the
-            sum, before any division.
+        values: one number for each name, a tensor ``[]`` or a Python number. For a mean, give the
+            sum before any division.
         minima: names of metrics that are reduced by minimum.
         maxima: names of metrics that are reduced by maximum.
         means: the name of the count for each metric that is a mean. All other metrics are sums.
@@ -80,8 +80,8 @@ class Metrics(Mapping[str, Tensor]):
                 it is averaged.
 
         Returns:
-            For each count its name. For each value ``NAME_avg``, the mean, and ``NAME_min`` and
-            ``NAME_max``, in float64.
+            Metrics in float64: each count under its name, and for each value ``NAME_avg``, which is
+            the mean, ``NAME_min`` and ``NAME_max``.
 
         Raises:
             ValueError: A value has another shape than its count, or there is no such count.
@@ -104,7 +104,7 @@ class Metrics(Mapping[str, Tensor]):
 
     @property
     def reductions(self) -> dict[str, str]:
-        """How the parts of each metric make the whole: see the class."""
+        """How the parts of each metric are combined: see the class."""
         return {
             name: f"mean over {self._counts[name]}" if kind == "mean" else kind for name, kind in self._kinds.items()
         }
@@ -163,24 +163,24 @@ class Metrics(Mapping[str, Tensor]):
         return _joined([self, other])
 
     def prefixed(self, prefix: str) -> "Metrics":
-        """Returns the metrics with ``prefix`` in front of their names, those of counts too."""
+        """Returns the metrics with ``prefix`` in front of all names, including those of counts."""
         return _joined([self], prefix)
 
     def reduce(self, *groups: dist.ProcessGroup | None) -> Self:
-        """Makes the metrics of all ranks from this rank's.
+        """Combines the metrics of all ranks.
 
         Call it once, after adding microbatches up, over context- and data-parallel ranks. Ranks of
-        a tensor-parallel group have the same metrics and must not be added.
+        a tensor-parallel group have the same metrics, which must not be added up.
 
         Args:
-            groups: one group, or several to reduce over in turn; None is this rank alone.
+            groups: one group, or several to reduce over in turn; None stands for this rank alone.
 
         Returns:
-            The whole in float64, the same on every rank, bit for bit.
+            The combined metrics in float64, the same on every rank, bit for bit.
 
         Raises:
-            ValueError: A rank would count twice, or ranks have different metrics. The latter
-                check waits for the device; with ``unchecked_values`` all numbers are NaN instead.
+            ValueError: A rank would count twice, or ranks have different metrics. The second check
+                waits for the device; with ``unchecked_values`` all numbers are NaN instead.
 
         Collectives:
             One all-gather over each group of more than one rank, of all metrics at once: a multiple
@@ -235,9 +235,9 @@ class Metrics(Mapping[str, Tensor]):
 
     def _check_ranks(self, other: "Metrics") -> None:
         if self and other and self._ranks != other._ranks:
-            own, its = (sorted(x._ranks) or "this rank alone" for x in (self, other))
+            left, right = (sorted(x._ranks) or "this rank alone" for x in (self, other))
             raise ValueError(
-                f"metrics over {own} and over {its}: expected the same ranks on both sides; "
+                f"metrics over {left} and over {right}: expected the same ranks on both sides; "
                 "reduce once, after adding microbatches up"
             )
 
@@ -280,7 +280,7 @@ def _kinds(
 
 
 def _stacked(values: Mapping[str, Tensor | float]) -> Tensor:
-    """Returns one vector; float64 if an integer or a Python number is among the values."""
+    """Returns the values as a vector, in float64 if an integer or a Python number is among them."""
     device = next((value.device for value in values.values() if isinstance(value, Tensor)), None)
     parts: list[Tensor] = []
     for name, value in values.items():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that the logits of a model are those of its lm-head on its backbone's hidden states.
 
-The model runs once, on a few tokens. Hooks look at what its backbone returns and at what its head
-is given. In place of the head's logits they put known ones, which the model must return as they
-are. All is compared within one run, so dropout, random routing and rounding make no difference.
+The model runs once, on a few tokens. Hooks look at the output of its backbone and at the input of
+its head. They replace the head's logits by known logits, which the model must return unchanged. All
+is compared within one run, so dropout, random routing and rounding make no difference.
 """
 
 import inspect
@@ -26,8 +26,8 @@ _TOKENS = 4
 _KEPT_BUFFERS = 2**20
 """Numbers in the largest buffer that is put back after the run.
 
-What a forward counts or averages is smaller. Larger buffers are packed weights and caches, of which
-a copy might not fit.
+Counts and averages of a forward are smaller. Larger buffers are packed weights and caches, and a
+copy of them might not fit into memory.
 """
 
 
@@ -41,7 +41,7 @@ _YOURSELF = "pass hidden states and head to the kernel yourself, with check=Fals
 
 
 class CannotRun(Exception):
-    """A model cannot be run on a few tokens, for the reason and with the way out in the message."""
+    """A model cannot be run on a few tokens. The message gives the reason and the way out."""
 
 
 def why_not_alone(model: nn.Module) -> str | None:
@@ -73,15 +73,15 @@ def check_logits(
     small buffers are as before afterwards.
 
     Args:
-        model: what to call: the model, in its wrappers if they gather its weights.
+        model: the model to call, in its wrappers if they gather its weights.
         inner: the model without wrappers.
         backbone: its part, or ``UpToLmHead``.
         lm_head: its head.
         example: arguments of the call; by default a few token ids and what the signature asks for.
 
     Returns:
-        What the model does besides calling its backbone and then its head, each with the way out,
-        as a clause about its forward.
+        Everything that the model does in addition to calling its backbone and then its head. Each
+        is a clause about its forward, with the way out.
 
     Raises:
         CannotRun: The model did not run, or returned no logits.
@@ -113,21 +113,21 @@ class _Seen:
     """What hooks saw in a run."""
 
     hidden: list[Tensor | None] = field(default_factory=list)
-    """What the backbone returned, call by call; None where it returned no tensor."""
+    """Output of the backbone, call by call; None for a call that returned no tensor."""
     given: list[Tensor] = field(default_factory=list)
-    """What the head was given, call by call."""
+    """Input of the head, call by call."""
     logits: Tensor | None = None
-    """What the head returned instead of its own logits."""
+    """The known logits that the head returned instead of its own."""
 
     def after_backbone(self, module: nn.Module, args: Any, options: Any, output: Any) -> None:
         hidden = _first_tensor(output, "last_hidden_state")
-        # What comes after may change it in place.
+        # Copied, because the model may change it in place later.
         self.hidden.append(None if hidden is None else hidden.clone())
 
     def after_head(self, module: nn.Module, args: Any, options: Any, output: Any) -> Any:
-        """Notes the head's input, and returns known logits in the form of its output.
+        """Notes the head's input, and returns known logits in the form of the head's output.
 
-        They are far from zero, so that a scale or a cap changes them, whatever the weights are.
+        The logits are far from zero, so that a scale or a cap changes them, whatever the weights.
         """
         self.given.append(next(x for x in (*args, *options.values()) if isinstance(x, Tensor)).clone())
         logits = output[0] if isinstance(output, tuple) else output
@@ -138,7 +138,7 @@ class _Seen:
         return (known, *output[1:]) if isinstance(output, tuple) else known
 
     def differences(self, logits: Tensor, backbone: nn.Module | None) -> list[str]:
-        """Returns what the run did that the backbone and the head alone do not."""
+        """Returns what the model did in addition to its backbone and its head, as clauses."""
         if len(self.given) != 1 or self.logits is None:
             return [f"calls its lm-head {len(self.given)} times, not once; {_YOURSELF}"]
         found = list[str]()
@@ -153,7 +153,7 @@ class _Seen:
 
 
 def _ends_with(whole: Tensor, part: Tensor) -> bool:
-    """Returns whether a tensor is another, or its last tokens, up to a change of dtype and layout.
+    """Returns whether ``part`` is ``whole``, or its last tokens, in any dtype and layout.
 
     A model may compute logits of its last tokens only, flatten rows, or change ``[S, B, V]`` to
     ``[B, S, V]`` as Megatron does.
@@ -167,7 +167,7 @@ def _ends_with(whole: Tensor, part: Tensor) -> bool:
 
 
 def _first_tensor(output: Any, name: str) -> Tensor | None:
-    """Returns the tensor of this name in what a module returned, or else its first one."""
+    """Returns the tensor of this name in a module's output, or else the first tensor of a tuple."""
     found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     if isinstance(output, Tensor):
         found = output

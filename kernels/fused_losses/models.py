@@ -16,7 +16,7 @@ from fused_losses.up_to_lm_head import UpToLmHead, innermost
 _WRAPPED_IN = ("_orig_mod", "module", "_fsdp_wrapped_module")
 """Attributes that hold the wrapped module, also in wrappers of other libraries.
 
-They are those of torch.compile, of DistributedDataParallel and DeepSpeed, and of FSDP.
+They come from torch.compile, from DistributedDataParallel and DeepSpeed, and from FSDP.
 """
 
 _BACKBONES = ("model", "transformer", "backbone", "gpt_neox", "base_model")
@@ -29,16 +29,16 @@ _BESIDE_THE_HEAD = {
     "lm_head_multiplier": 1.0,
     "output_multiplier": 1.0,
 }
-"""Fields of configurations that change logits beside the head, and the value without effect.
+"""Fields of configurations that change logits outside of the head, and the value without effect.
 
-They are those of Gemma, RecurrentGemma, Cohere, Granite and FalconH1. Only models that cannot be
-run are held to this list: others use some of these names for what they do elsewhere.
+They are fields of Gemma, RecurrentGemma, Cohere, Granite and FalconH1. Only models that cannot be
+run are held to this list, because other models use some of these names with another meaning.
 """
 
 _Parts = tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]
 
 _seen: "weakref.WeakKeyDictionary[nn.Module, tuple[_Parts, bool]]" = weakref.WeakKeyDictionary()
-"""By model, the backbone and the head that were found, and whether they were checked by a run."""
+"""For each model: the backbone and the head that were found, and whether a run checked them."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -73,12 +73,12 @@ def backbone_and_lm_head(
     vocabulary this rank has.
 
     The backbone is the attribute that ``base_model_prefix`` names; else ``model``, ``transformer``,
-    ``backbone``, ``gpt_neox`` or ``base_model``. Megatron's models and others that have no such
-    part without the head are returned as an ``UpToLmHead``: the model's own forward, which takes
-    the model's arguments and returns what its head would be given.
+    ``backbone``, ``gpt_neox`` or ``base_model``. If a model has no such part without the head, as
+    Megatron's models, the backbone is an ``UpToLmHead``: it calls the model's own forward with the
+    model's arguments, and returns the input of the head.
 
-    The first time, the model runs on a few tokens, to see that its logits are those of this head on
-    this backbone, unchanged. That is once for a model, also if it is wrapped later.
+    The first time, the model runs on a few tokens, to check that its logits are exactly those of
+    this head on this backbone. This happens once for a model, even if it is wrapped later.
 
     Under wrappers that gather weights or reduce gradients, call both modules inside the forward of
     the wrapped model, as ``run_in_forward`` does. There the parameters are whole, and the wrapper
@@ -86,23 +86,24 @@ def backbone_and_lm_head(
 
     Args:
         model: a causal language model, wrapped or not.
-        check: whether to run the model. None: if this rank can do so alone. That is not so if its
-            weights are sharded or on the meta device, or if its forward calls other ranks, as with
-            Megatron's tensor parallelism; nor if it does not run on token ids. Then only a list of
-            known fields of configurations is checked, with a warning. True: it must run; call this
-            outside of the model's forward, on every rank that shares it. False: nothing is checked,
-            for models whose change of logits you compute yourself, and for those that cannot run.
+        check: whether to run the model. None: it runs if this rank can run it alone. It can't if
+            the weights are sharded or on the meta device, if forward calls other ranks, as with
+            Megatron's tensor parallelism, or if the model does not run on token ids. Then only a
+            list of known fields of configurations is checked, with a warning. True: the model must
+            run; call this outside of the model's forward, on every rank that shares it. False:
+            nothing is checked, for models whose change of logits you compute yourself, and for
+            models that cannot run.
         example: arguments of the model's call in the run; by default one row of a few token ids and
             what the signature requires of ``position_ids``, ``attention_mask`` and
             ``decoder_input_ids``.
 
     Raises:
-        ValueError: There is no head; the model does more than to call its backbone and its head,
-            such as a soft-cap, a scale, or a transform of hidden states, which would be lost; or it
-            cannot be run with ``check=True``.
+        ValueError: There is no head; the model does more than call its backbone and its head, for
+            example a soft-cap, a scale, or a transform of hidden states, which would be lost; or
+            the model cannot be run with ``check=True``.
 
     Collectives:
-        None, but for those of the model's forward with ``check=True``.
+        None, except those of the model's forward with ``check=True``.
     """
     inner = unwrap(model)
     lm_head = _lm_head(inner)
@@ -127,17 +128,17 @@ def _lm_head(inner: nn.Module) -> nn.Module:
 
 
 def _backbone(inner: nn.Module, lm_head: nn.Module) -> nn.Module | None:
-    """Returns the part of a model that is all but its head; None if there is no such part."""
+    """Returns the part of a model that is everything but its head; None if there is none."""
     for name in (str(getattr(inner, "base_model_prefix", "")), *_BACKBONES):
         backbone = getattr(inner, name, None) if name else None
         if isinstance(backbone, nn.Module) and backbone not in (inner, lm_head):
-            # One that holds the head makes logits itself.
+            # A part that holds the head makes logits itself.
             return None if any(part is lm_head for part in backbone.modules()) else backbone
     return None
 
 
 def _parts(backbone: nn.Module, lm_head: nn.Module) -> _Parts:
-    """Returns what tells a backbone and a head, in wrappers or not, from those checked before."""
+    """Returns references to the innermost modules of a backbone and a head, to know them again."""
     head = innermost(lm_head.output_layer if isinstance(lm_head, MegatronLmHead) else lm_head)
     return weakref.ref(head if isinstance(backbone, UpToLmHead) else innermost(backbone)), weakref.ref(head)
 
@@ -150,7 +151,7 @@ def _check(
     check: bool | None,
     example: Mapping[str, Any] | None,
 ) -> bool:
-    """Runs the model if it can be run, and else looks for known fields of its configuration.
+    """Runs the model if it can be run. Else looks for known fields of its configuration.
 
     Returns:
         Whether it ran.
@@ -177,13 +178,13 @@ def _check(
 def _check_fields(inner: nn.Module) -> None:
     for field, value in _fields(inner).items():
         raise ValueError(
-            f"model {type(inner).__name__}: its {field} of {value} changes logits beside the lm-head and would be "
+            f"model {type(inner).__name__}: its {field} of {value} changes logits outside of the lm-head and would be "
             f"lost; {AFTER_THE_HEAD}"
         )
 
 
 def _fields(inner: nn.Module) -> dict[str, Any]:
-    """Returns the fields of a model's configuration that may change logits beside its head."""
+    """Returns the fields of a model's configuration that may change logits outside of its head."""
     config = getattr(inner, "config", None)
     configs = (config, getattr(config, "text_config", None))
     found = {name: getattr(one, name, None) for one in configs for name in _BESIDE_THE_HEAD if hasattr(one, name)}

@@ -11,8 +11,8 @@ from fused_losses.arguments import check_setting
 _LARGEST_IN_FLOAT16 = 4096
 """The largest upstream gradient that needs no unit above 1.
 
-A gradient of logits is up to 15 times as large: once for each log-probability, and ln V + 1/e times
-for an entropy over V tokens, of which a vocabulary has up to 2^18. float16 goes up to 65504.
+A gradient of logits is up to 15 times as large as it: once for each log-probability, and ln V + 1/e
+times for an entropy over V <= 2^18 ids. float16 goes up to 65504.
 """
 
 
@@ -26,7 +26,7 @@ def bounded_exp(x: Tensor) -> Tensor:
 
 
 def divisor(count: Tensor, epsilon: float = 0.0) -> Tensor:
-    """Returns what a sum over ``count`` things is divided by for their mean.
+    """Returns the divisor of a mean over ``count`` things.
 
     Without epsilon, a count of 0 becomes 1, so that a mean over nothing is 0.
     """
@@ -36,14 +36,15 @@ def divisor(count: Tensor, epsilon: float = 0.0) -> Tensor:
 def float16_unit(largest: Tensor) -> Tensor:
     """Returns the unit in which upstream gradients are passed to products in float16.
 
-    If all are below 1, they are enlarged, or the gradients of logits would underflow. Diminishing
-    them would make those of small ones underflow, so that is done only where the largest overflow.
+    If all upstream gradients are below 1, they are enlarged, or gradients of logits would
+    underflow. They are reduced only if the largest would overflow, because this makes the gradients
+    of small ones underflow.
 
     Args:
-        largest: magnitude of the upstream gradients, divided by the temperature.
+        largest: the largest magnitude of the upstream gradients, divided by the temperature.
 
     Returns:
-        The divisor of all upstream gradients, and the factor of what is made of them.
+        The unit: upstream gradients are divided by it, and the final gradients multiplied by it.
     """
     return torch.where(largest > 0, largest / largest.clamp(1, _LARGEST_IN_FLOAT16), 1.0)
 
@@ -52,6 +53,6 @@ def check_temperature(temperature: float) -> None:
     """Checks that a temperature is a positive number.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The temperature is something else.
     """
     check_setting("temperature", temperature, above=0, otherwise="since greedy decoding (0) has no log-probabilities")

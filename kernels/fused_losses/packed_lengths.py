@@ -22,9 +22,9 @@ class PackedLengths:
     padded: tuple[int, ...]
     """Length of each sequence with padding."""
     rows: int
-    """Number of sequences that have a row; those after them are a tail."""
+    """Number of sequences that have a row; the sequences after them are a tail."""
     row_width: int | None
-    """Declared width of rows, from which on there is only padding; None if not declared."""
+    """Declared width of rows. Beyond it there is only padding. None if not declared."""
 
     @classmethod
     def of(
@@ -73,7 +73,7 @@ class PackedLengths:
         """Checks that ranks can share the padded lengths, and get as many tokens as expected.
 
         Raises:
-            ValueError: A length is no multiple of ``pieces``, or a rank has not ``tokens``.
+            ValueError: A length is no multiple of ``pieces``, or a rank does not have ``tokens``.
         """
         for number, length in enumerate(self.padded):
             if length % pieces:
@@ -92,7 +92,7 @@ class PackedLengths:
         """Returns how many tokens of each sequence have an entry in a row, ``[sequences]``.
 
         Args:
-            cu_seqlens: that of ``of``; the result is on its device.
+            cu_seqlens: as ``of`` was given. The result is on its device.
         """
         lengths = cu_seqlens.diff()
         if self.row_width is not None:
@@ -108,7 +108,7 @@ class PackedLengths:
             shift: as ``Pack.from_rows`` was given.
 
         Raises:
-            ValueError: They do not.
+            ValueError: The rows do not match the sequences.
         """
         shown = f"rows {list(rows.shape)}"
         if rows.dim() < 2 or rows.shape[0] != self.rows:
@@ -138,7 +138,7 @@ def _lengths(name: str, starts: Tensor) -> tuple[int, ...]:
     numbers: list[int] = starts.tolist()
     lengths = tuple(end - start for start, end in pairwise(numbers))
     if numbers[0] or min(lengths, default=0) < 0:
-        raise ValueError(f"{name} {numbers}: expected 0, and then no number below the one before")
+        raise ValueError(f"{name} {numbers}: expected 0 first, and then numbers that never decrease")
     return lengths
 
 

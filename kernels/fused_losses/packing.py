@@ -57,32 +57,33 @@ class Pack:
     ) -> "Pack":
         """Makes the pack of this rank from the lengths of the sequences.
 
-        Sequences may be empty, and padding may have any length: that of the last sequence may fill
-        the bin. Each sequence has a row, and all of its tokens an entry there, unless it is
-        declared that they have none:
+        Sequences may be empty, and padding may have any length: the padding of the last sequence
+        may fill the bin. Each sequence has a row, with an entry for each of its tokens, unless you
+        declare otherwise:
 
         - with ``tail``, the last sequences have no row. AReaL ends a pack with a dummy sequence.
         - with ``row_width``, lengths may be larger than rows are wide. NeMo-RL passes padded
-          lengths as the true ones, and the last one fills the bin.
+          lengths as the true lengths, and the last sequence fills the bin.
 
-        What a declaration leaves out counts as padding: ``real`` is false there. If lengths contain
-        other padding, masks must exclude it.
+        Tokens that a declaration leaves out count as padding: ``real`` is false there. If lengths
+        contain other padding, masks must exclude it.
 
-        The lengths are read on the host, which waits there for the device: they are checked, and
-        decide how many tokens this rank has. Nothing else of a pack waits, so make it once.
+        The lengths are read on the host, which waits for the device to check them and to learn how
+        many tokens this rank has. Nothing else of a pack waits, so make it once.
 
         Args:
             cu_seqlens: ``[sequences + 1]`` integers, the true lengths added up from 0.
-            cu_seqlens_padded: ``[sequences + 1]`` integers, the padded lengths added up from 0; the
-                true ones by default. With a ``cp_group``, every padded length must be a multiple of
-                twice its number of ranks.
+            cu_seqlens_padded: ``[sequences + 1]`` integers, the padded lengths added up from 0; by
+                default the true lengths. With a ``cp_group``, every padded length must be a
+                multiple of twice its number of ranks.
             cp_group: the ranks over which the pack is split; None for no split.
             tokens: the expected number of this rank's tokens, to be checked; None for no check.
             tail: number of sequences at the end of the pack that have no row.
             row_width: number of columns of all rows, if sequences may be longer; else None.
 
         Raises:
-            ValueError: Lengths do not fit each other, the number of ranks, ``tokens`` or ``tail``.
+            ValueError: Lengths do not fit each other, or the number of ranks, ``tokens`` or
+                ``tail`` does not fit them.
         """
         ranks, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
         host = PackedLengths.of(cu_seqlens, cu_seqlens_padded, tail, row_width)
@@ -124,16 +125,17 @@ class Pack:
         return self.host.padded_tokens
 
     def from_rows(self, rows: Tensor, *, shift: int, fill: float = 0) -> Tensor:
-        """Lays rows, or the packed tokens of all sequences, out like this rank's tokens.
+        """Selects the entries of this rank's tokens from rows, or from the packed tokens of all
+        sequences.
 
         The token at position t of sequence b gets the entry of position ``t + shift`` of sequence
-        b: ``rows[b, t + shift]``. It gets ``fill`` where that is padding or of a tail. So nothing
-        crosses the end of a sequence.
+        b: ``rows[b, t + shift]``. If that is padding or belongs to a tail, the token gets ``fill``.
+        So nothing crosses the end of a sequence.
 
         Args:
-            rows: rows ``[B, width, ...]``, one for each sequence but those of a tail. Or the packed
-                tokens, ``[T, ...]`` or ``[1, T, ...]``: T is the length of the whole padded pack,
-                or that without padding, with sequences end to end.
+            rows: rows ``[B, width, ...]``, one for each sequence outside of a tail. Or the packed
+                tokens, ``[T, ...]`` or ``[1, T, ...]``, with sequences end to end: T is the length
+                of the whole pack, with padding or without.
             shift: 1 if rows describe a token, while the pack needs the prediction of the next one:
                 ids for ``labels``, token masks, and NeMo-RL's advantages and log-probabilities with
                 a leading 0. 0 if rows are shifted already, or if each token keeps its own entry, as
@@ -216,12 +218,12 @@ class Pack:
     def gather(self, local: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
         """Gathers numbers of single tokens, such as log-probabilities, on every rank.
 
-        It is for a loss that every rank of the group computes in full: the gradient of a rank's own
-        tokens is the gradient of the loss, unchanged. ``torch.distributed.nn`` makes it too large
-        by a factor of cp.
+        Use it for a loss that every rank of the group computes in full: the gradient of a rank's
+        own tokens is the gradient of the loss, unchanged. ``torch.distributed.nn`` makes this
+        gradient too large by a factor of cp.
 
         Args:
-            local: ``[tokens, ...]`` or ``[1, tokens, ...]``, of this rank.
+            local: ``[tokens, ...]`` or ``[1, tokens, ...]``, the numbers of this rank.
             cp_group: the group that ``Pack.of`` was given.
 
         Returns:
@@ -253,16 +255,16 @@ class Pack:
         It undoes ``from_rows`` of the same shift.
 
         Args:
-            local: ``[tokens, ...]`` or ``[1, tokens, ...]``, of this rank.
+            local: ``[tokens, ...]`` or ``[1, tokens, ...]``, the numbers of this rank.
             width: number of columns; at least ``longest``.
             cp_group: the group that ``Pack.of`` was given.
-            shift: 1 if the number of a token is about the next one, and belongs in its column, as
-                in NeMo-RL's ``prev_logprobs``; the first column is 0 then. 0 if it stays in the
-                token's own column.
+            shift: 1 if the number of a token is about the next token and belongs in the next
+                token's column, as in NeMo-RL's ``prev_logprobs``; the first column is then 0. 0 if
+                it stays in the token's own column.
 
         Returns:
-            ``[rows, width, ...]``: the number of position t of sequence b at ``[b, t + shift]``, 0
-            at padding. A declared tail has no row.
+            ``[rows, width, ...]``, with the number of position t of sequence b at
+            ``[b, t + shift]``, and 0 at padding. A declared tail has no row.
 
         Raises:
             ValueError: An argument does not fit the pack.
@@ -273,14 +275,14 @@ class Pack:
         _check_shift(shift)
         if width < self.longest:
             raise ValueError(
-                f"width {width}: the longest sequence has {self.longest} tokens; expected at least as many columns, "
-                "or that Pack.of is given row_width, beyond which there is only padding"
+                f"width {width}: the longest sequence has {self.longest} tokens; expected at least as many columns. "
+                "If there is only padding beyond a width, pass that width to Pack.of as row_width"
             )
         whole = self.gather(local, cp_group)
         sequence, position = zigzag.all_tokens(self.cu_seqlens_padded, self.padded_tokens)
         column = position + shift
-        # Tokens without an entry share one place at the end, which is cut off: to leave them out by
-        # a mask, the host would have to count them.
+        # Tokens without an entry share one place at the end, which is cut off. To leave them out by
+        # a mask, the host would have to wait for the device to count them.
         at = torch.where(column < self.lengths[sequence], sequence * width + column, self.rows * width)
         flat = whole.new_zeros(self.rows * width + 1, *whole.shape[1:]).index_put_((at,), whole)
         return flat[:-1].view(self.rows, width, *whole.shape[1:])
@@ -288,7 +290,7 @@ class Pack:
     def _packed(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
         """Returns packed tokens as ``[T, ...]``, and where their sequences start; None for rows.
 
-        A row of the only sequence can be read in both ways, with the same meaning.
+        The row of an only sequence can be read as rows or as packed tokens, with the same meaning.
         """
         starts = {self.host.true_tokens: self.cu_seqlens, self.padded_tokens: self.cu_seqlens_padded}
         if rows.dim() > 1 and rows.shape[0] == 1 and rows.shape[1] in starts:

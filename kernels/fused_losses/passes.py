@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every forward and backward of an autograd function of ours has in common."""
+"""Decorators and checks for the forward and backward passes of our autograd functions."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -13,7 +13,7 @@ def without_autocast(pass_: Callable[..., Any]) -> Callable[..., Any]:
     """Disables autocast inside a forward or backward.
 
     These passes choose their dtypes themselves. Autocast is on in forward but not in backward, so
-    it would make the two disagree.
+    with it the two passes would disagree.
     """
 
     @wraps(pass_)
@@ -26,12 +26,12 @@ def without_autocast(pass_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a second derivative raise in place of being wrong.
+    """Makes a second derivative raise instead of being wrong.
 
-    Gradients are computed without a graph. If the caller asked for one (``create_graph``), they get
-    a graph whose backward raises. Torch's decorator of this name does so only if the upstream
-    gradients need a gradient themselves. That of a loss is the constant 1, so a gradient penalty
-    through a backbone would go wrong silently.
+    Gradients are computed without a graph. If the caller asked for a graph (``create_graph``), they
+    get one whose backward raises. Torch's decorator of this name does so only if the upstream
+    gradients need a gradient themselves. The upstream gradient of a loss is the constant 1, so a
+    gradient penalty through a backbone would be wrong silently.
     """
 
     @wraps(backward)
@@ -64,7 +64,7 @@ _is_transformed: Callable[[Tensor], bool] = getattr(torch._C, "_functorch").is_f
 
 
 def check_not_transformed(**tensors: Tensor | None) -> None:
-    """Checks that no transform of ``torch.func`` is at work.
+    """Checks that arguments are tensors, and that no transform of ``torch.func`` is at work.
 
     Raises:
         ValueError: An argument is no tensor, or belongs to ``vmap``, ``grad`` or another transform.

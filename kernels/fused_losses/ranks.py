@@ -47,15 +47,15 @@ def sum_over_for_parts(group: dist.ProcessGroup | None, x: Tensor) -> Tensor:
 
 
 def alone(group: dist.ProcessGroup | None) -> bool:
-    """Returns whether this rank has nobody to communicate with in ``group``."""
+    """Returns whether this rank has no other rank to communicate with in ``group``."""
     return group is None or group.size() == 1
 
 
 def is_first(group: dist.ProcessGroup | None) -> bool:
     """Returns whether this rank is the first of ``group``; always true without a group.
 
-    A number that every rank of the group holds in full is reported by the first one alone, so
-    that a sum over ranks counts it once.
+    If every rank of the group holds a number in full, only the first rank reports it, so that a sum
+    over ranks counts it once.
     """
     return group is None or group.rank() == 0
 

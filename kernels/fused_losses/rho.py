@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """rho: weights of the policy loss that correct for the engine that sampled the tokens.
 
-That engine's policy is not quite the old policy. rho is p_old / p_vllm.
+The engine's policy differs slightly from the old policy. rho is p_old / p_vllm.
 """
 
 from dataclasses import dataclass
@@ -83,8 +83,8 @@ class RhoWeights(NamedTuple):
     """Weights of tokens in the policy loss, and how they came about.
 
     Each field is ``[tokens]``, without gradient. Values at tokens that do not count have no
-    meaning. Weights from elsewhere need no other field. For histograms of the tokens that count,
-    take ``weights.rho[mask]`` and ``weights.weight[mask]``.
+    meaning. Weights that you compute yourself need only ``weight``. For histograms of the tokens
+    that count, take ``weights.rho[mask]`` and ``weights.weight[mask]``.
     """
 
     weight: Tensor
@@ -102,15 +102,15 @@ class RhoWeights(NamedTuple):
         """Returns the weights of some of the tokens.
 
         Weights belong to tokens once they are computed. So a loss that is computed in parts takes
-        those of each part, whatever its sequences are.
+        the weights of each part, whatever its sequences are.
 
         Args:
-            tokens: a slice, or an index as tensors have it.
+            tokens: a slice, or a tensor that is an index.
         """
         return RhoWeights(*(None if x is None else x[tokens] for x in self))  # type: ignore[arg-type]
 
     def metrics(self, mask: Tensor, valid_tokens: Tensor | float) -> dict[str, Tensor]:
-        """Computes the metrics of these tokens. Those of fields that are None are left out.
+        """Computes the metrics of these tokens. Metrics of fields that are None are left out.
 
         Args:
             mask: ``[tokens]``, the tokens that count.
@@ -160,14 +160,14 @@ def rho_weights(
 ) -> RhoWeights:
     """Computes the weight of each token in the policy loss of ``grpo_loss``.
 
-    ``grpo_loss`` takes the result in place of the correction. That serves histograms, and losses
-    that are computed in parts while rho averages over whole sequences.
+    ``grpo_loss`` takes the result in place of the correction. This is useful for histograms, and
+    for losses that are computed in parts while rho averages over whole sequences.
 
     Args:
         rho: the options.
         old_logprobs: ``[tokens]``, log-probabilities of the old policy.
-        vllm_logprobs: ``[tokens]``, those of the engine that sampled. NaN where they are not known;
-            there is no correction there.
+        vllm_logprobs: ``[tokens]``, log-probabilities from the engine that sampled. A token for
+            which it is not known has NaN, and is not corrected.
         advantages: ``[tokens]``.
         mask: ``[tokens]`` of bool, or of numbers 0 and 1: the tokens that count.
         sequence: ``[tokens]`` integers, each token's sequence; needed with
@@ -198,7 +198,7 @@ def rho_weights(
     mask = as_mask("mask", mask, old_logprobs, of="old_logprobs")
     old = old_logprobs.to(torch.promote_types(old_logprobs.dtype, torch.float32))
     bounded = (old - vllm_logprobs).clamp(-_LARGEST_LOG_RHO, _LARGEST_LOG_RHO)
-    x = torch.where(mask & ~bounded.isnan(), bounded, 0.0)  # unknown, or left out by both policies
+    x = torch.where(mask & ~bounded.isnan(), bounded, 0.0)  # NaN if unknown, or left out by both policies
     own = x.exp()
     if not rho.use_rho_correction:
         nothing = torch.zeros_like(mask)
@@ -241,8 +241,8 @@ def given_weights(rho: RhoWeights | Tensor, logprobs: Tensor, mask: Tensor) -> R
         mask: ``[tokens]`` bool.
 
     Raises:
-        ValueError: A tensor does not fit. A number that is negative or not finite is not looked for
-            inside of ``unchecked_values``.
+        ValueError: A tensor does not fit, or a weight is negative or not finite. Weights are not
+            checked inside of ``unchecked_values``.
     """
     weights = RhoWeights(rho) if isinstance(rho, Tensor) else rho
     fields = {f"rho.{name}": x for name, x in weights._asdict().items()}
@@ -250,5 +250,7 @@ def given_weights(rho: RhoWeights | Tensor, logprobs: Tensor, mask: Tensor) -> R
     right = (weights.weight >= 0) & (weights.weight < inf)
     if values_are_checked() and len(wrong := (mask & ~right).nonzero()):
         token = int(wrong[0])
-        raise ValueError(f"rho: the weight of token {token} is {weights.weight[token]:g}, expected a finite one from 0")
+        raise ValueError(
+            f"rho: the weight of token {token} is {weights.weight[token]:g}, expected a finite number from 0"
+        )
     return RhoWeights(*(None if x is None else x.detach() for x in weights))  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from fused_losses.softmax import TokenLogprobs
 from fused_losses.token_layouts import TokenLayout, flatten_like, flatten_tokens
 
 _UNTRAINED = -(2**40)
-"""The label of tokens that are not trained. No data have it, so a trained -100 is refused."""
+"""The label of tokens that are not trained. It is not -100, so that a trained -100 is refused."""
 
 
 class SFTStatistics(Metrics):
@@ -28,11 +28,11 @@ class SFTStatistics(Metrics):
 
     Counts are ``n_seqs`` (sequences with a trained token), ``n_tokens`` (tokens without padding),
     ``n_valid_tokens`` (trained tokens) and ``prompt_tokens`` (neither trained nor padding).
-    ``_avg``, ``_min`` and ``_max`` are given for ``ppl`` over sequences and ``loss`` in nats over
-    trained tokens; with the entropy for ``entropy`` in nats over trained tokens; with the range of
-    logits for ``vocab_min_logits`` and ``vocab_max_logits`` over tokens without padding.
+    There are ``_avg``, ``_min`` and ``_max`` of ``ppl`` over sequences and of ``loss`` in nats over
+    trained tokens; if asked for, also of ``entropy`` in nats over trained tokens, and of
+    ``vocab_min_logits`` and ``vocab_max_logits`` over tokens without padding.
 
-    Counts are sums. An ``_avg`` is a mean over its count, and over nothing it is 0. An extremum
+    Counts are sums. An ``_avg`` is a mean over its count, and a mean over nothing is 0. An extremum
     over nothing is infinite. ``loss_avg`` over all microbatches and ranks is the loss of an
     evaluation.
     """
@@ -50,14 +50,14 @@ class SFTStatistics(Metrics):
     ) -> Self:
         """Computes the statistics of this rank's tokens, without gradients.
 
-        The perplexity of a sequence is exp of its mean loss. The mean is taken over all of its
-        tokens first, on whichever rank they are.
+        The perplexity of a sequence is exp of its mean loss. The mean is taken over all tokens of
+        the sequence, on all ranks, before exp.
 
         Args:
-            tokens: the result of ``linear_logprobs``. Without ``entropy`` or ``logit_range`` there,
+            tokens: the result of ``linear_logprobs``. If it has no ``entropy`` or ``logit_range``,
                 their statistics are left out; every rank must do the same.
-            mask: ``[tokens]`` bool or 0 and 1, the label is trained.
-            real: ``[tokens]`` bool or 0 and 1, the token is not padding.
+            mask: ``[tokens]`` bool or 0 and 1: the label is trained.
+            real: ``[tokens]`` bool or 0 and 1: the token is not padding.
             sequence: ``[tokens]`` integers below ``sequences``, each token's sequence.
             sequences: the number of sequences in the pack.
             cp_group: the ranks over which the tokens of sequences are split.
@@ -121,9 +121,9 @@ def linear_sft_loss(
         hidden: ``[tokens, hidden]``, or a batch as ``layout`` says; see ``linear_logprobs``.
         weight: ``[local_vocab, hidden]``, this rank's rows of the lm-head.
         labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids, shifted before the pack was
-            split; see ``Pack.labels``. Those that are not trained may be anything.
+            split; see ``Pack.labels``. Labels that are not trained may be anything.
         mask: bool or 0 and 1, of the shape of the labels: the label is trained.
-        real: the same: the token is not padding.
+        real: bool or 0 and 1, of the shape of the labels: the token is not padding.
         sequence: integers below ``sequences``, of the shape of the labels: each token's sequence.
         sequences: the number of sequences in the pack.
         valid_tokens: the number of trained tokens in the whole batch, over every data- and

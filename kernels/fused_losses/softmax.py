@@ -34,7 +34,7 @@ class TokenLogprobs(NamedTuple):
     unfiltered_logprobs: Tensor | None = None
     """Log-probabilities of the labels without top-k and top-p filtering, in nats.
 
-    They are those in ``logprobs`` where nothing is filtered.
+    They equal ``logprobs`` if nothing is filtered.
     """
 
 
@@ -79,7 +79,8 @@ class TokenSoftmax:
 
         Args:
             logits: ``[n, rows]``, overwritten: without ``entropy`` by ``exp(z - largest)``.
-            labels: ``[n]``, counted from the first of the rows; other labels belong to other ranks.
+            labels: ``[n]``, counted from the first of the rows. Labels outside of the rows belong
+                to other ranks.
             entropy: whether to compute ``weighted``.
             lowest: whether to compute ``lowest``.
         """
@@ -92,7 +93,7 @@ class TokenSoftmax:
         label = torch.where(here, logits.gather(1, at).squeeze(1), 0.0)
         owners = here.to(logits.dtype)
         largest, least = logits.amax(-1), logits.amin(-1) if lowest else None
-        # If all logits are -inf, subtracting 0 leaves them so, and the total is 0 instead of NaN.
+        # If all logits are -inf, 0 is subtracted: they stay so, and the total is 0 instead of NaN.
         shifted = logits.sub_(torch.where(largest == -torch.inf, 0.0, largest)[:, None])
         if not entropy:
             return cls(largest, shifted.exp_().sum(-1), label, owners, lowest=least)

@@ -54,23 +54,23 @@ def tiled_token_logprobs(
 
     The head is called once, in its wrappers if it has any. DistributedDataParallel, FSDP, FSDP2
     (``fully_shard``) and DeepSpeed's ZeRO gather its weights once for all tiles of a pass, and get
-    each gradient once, when it is complete. What runs for every tile is the head's ``forward``,
+    each gradient once, when it is complete. Only the head's ``forward`` runs for every tile,
     without hooks of the head itself and not compiled. If a wrapper of the whole model gathers the
     head, call this inside the model's forward; see ``run_in_forward``.
 
     Args:
         lm_head: maps ``[n, hidden]`` to logits ``[n, vocab]``, also for n = 0. It treats each token
-            on its own and uses no random numbers. In backward it is as it was in forward, also in
-            its frozen parts and in which adapters are active.
+            on its own and uses no random numbers. It must not change between forward and backward,
+            not even its frozen parts or its choice of active adapters.
         hidden: ``[tokens, hidden]``, or a batch, ``[B, S, hidden]`` or ``[S, B, hidden]`` as
-            ``layout`` says. The head is given ``[n, hidden]`` of it.
+            ``layout`` says. The head gets ``[n, hidden]`` of it at a time.
         labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids, or ``ignore_index``.
         temperature: divides the logits; positive.
         tiles: how many times the head's forward runs, and again in backward; by default once for
-            every 256 tokens. If that forward is collective itself, pass the same number on every
-            rank: it runs that often for any number of tokens, also for none. A rank on
-            which nothing needs a gradient, or that does not call backward, makes no second pass,
-            and the other ranks would wait for it.
+            every 256 tokens. If that forward makes collective calls, pass the same number on every
+            rank: it runs that often for any number of tokens, also for none. A rank on which
+            nothing needs a gradient, or that does not call backward, makes no second pass, and the
+            other ranks would wait for it.
         entropy: whether to return the entropy of p.
         logit_range: whether to return the smallest and the largest logit.
         top_k: only the k largest logits of a token stay in its softmax; see ``linear_logprobs``.
@@ -91,22 +91,22 @@ def tiled_token_logprobs(
     Raises:
         ValueError: A shape, dtype or number does not fit; a wrapper has not gathered the head's
             weights, or would gather them for every tile; a hook of the head would be given
-            log-probabilities for logits; a part of the head is dropout in training mode; the head
-            uses a tensor whose gradient would be lost; or a label is outside of the vocabulary.
-            The check of labels waits once for the device; ``unchecked_values`` switches it off, and
-            such a label then has NaN.
-        RuntimeError: In backward: a trained parameter was changed in place after forward, or the
-            head does not use one any more; or this gradient is differentiated again.
+            log-probabilities instead of logits; a part of the head is dropout in training mode; the
+            head uses a tensor whose gradient would be lost; or a label is outside of the
+            vocabulary. The check of labels waits once for the device; ``unchecked_values`` switches
+            it off, and such a label then has NaN.
+        RuntimeError: In backward: a trained parameter was changed in place after forward, the head
+            no longer uses a trained parameter, or this gradient is differentiated again.
 
     Memory:
-        Let l be the logits of one tile in the head's dtype, and L a float32 copy of them, but at
-        most 16 MiB: two for a head in half precision, and up to four with entropy or a filter. Let
-        G be a float32 gradient of every trained parameter, and g the same in the parameters' dtype
-        (and a sixteenth of G where that is half precision). Forward holds l + L. Backward holds G
-        and the gradient of hidden, and beside them first 2 l + L and then l + g. Both also hold a
-        few numbers for each token, and up to three times a tile's hidden states. At 256 tokens in a
-        tile, hidden size 1024 and 32768 rows, G and the rest of a tile take 288 MiB in float32 and
-        216 MiB in bfloat16.
+        Let l be the logits of one tile in the head's dtype. Let L be a float32 copy of at most 16
+        MiB of them: two copies for a head in half precision, and up to four with entropy or a
+        filter. Let G be a float32 gradient of every trained parameter, and g the same in the
+        parameters' dtype (plus a sixteenth of G if that is half precision). Forward holds l + L.
+        Backward holds G and the gradient of hidden, and in addition first 2 l + L and then l + g.
+        Both also hold a few numbers for each token, and up to three times a tile's hidden states.
+        At 256 tokens in a tile, hidden size 1024 and 32768 rows, G and the rest of a tile take 288
+        MiB in float32 and 216 MiB in bfloat16.
         Saved for backward: hidden, labels and the parameters themselves.
     """
     leave_compiled_code()
@@ -126,15 +126,16 @@ def _in_forward(
 ) -> tuple[Tensor, ...]:
     """Computes the results inside the forward of the head, where its parameters are gathered.
 
-    Its trained tensors are inputs of one autograd node, so their gradients arrive once, complete,
-    wherever a wrapper expects those of an ordinary head: at parameters, or at views of a flat one.
+    The trained tensors of the head are inputs of one autograd node. So their gradients arrive once
+    and complete, where a wrapper expects the gradients of an ordinary head: at parameters, or at
+    views of a flat parameter.
     """
     candidates = tensors_with_gradients(head.module)
     first, ends = tiles_of(len(hidden), tiles)[0], leaves(candidates.values())
     logits = head.only(candidates).logits(ends, hidden[first].detach())
     vocab, of_first = logits.shape[1], given(statistics.of(logits, labels[first]))
     del logits
-    # A forward may have left attributes behind that depend on gradients, but are not used again.
+    # A forward may have left attributes behind that need gradients, but are not used again.
     used = used_leaves(of_first, ends)
     trained = {
         place: tensor for (place, tensor), leaf in zip(candidates.items(), ends, strict=True) if id(leaf) in used
@@ -160,7 +161,7 @@ class _Call:
         """Computes the statistics of a tile that were asked for, ``[n]`` each.
 
         Args:
-            trained: take the places of the head's own tensors.
+            trained: tensors that take the places of the head's own.
             hidden: ``[n, hidden]``.
             labels: ``[n]``.
         """
@@ -260,7 +261,7 @@ def _rounded(head: TiledHead, sums: GradientSums, trained: list[Tensor]) -> list
     for place, total, tensor in zip(head.places, sums.sums, trained, strict=True):
         if total is None:
             raise RuntimeError(
-                f"lm_head: forward used its {place.name}, and backward does not; leave the head as it was in forward "
+                f"lm_head: forward used its {place.name}, but backward does not; leave the head as it was in forward "
                 "until backward is over, its adapters too"
             )
         rounded.append(total.to(tensor.dtype))

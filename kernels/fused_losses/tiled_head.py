@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An lm-head that is any module, called tile by tile inside its wrappers.
+"""Calls an lm-head that is any module tile by tile, inside its wrappers.
 
 ``tiled_token_logprobs`` and ``tiled_loss`` are made of this.
 """
@@ -26,11 +26,11 @@ from fused_losses.wrappers import check_lm_head, leaves_of
 _TILE = 256
 """Tokens of a tile by default."""
 _PIECES = 16
-"""Into how many pieces a gradient is cut that is converted while it is added to a sum."""
+"""The number of pieces into which a gradient is cut to convert it to another dtype."""
 
 
 def check_tiled_call(lm_head: nn.Module, hidden: Tensor, labels: Tensor, tiles: int | None) -> None:
-    """Checks the arguments of kernels that call a head tile by tile, but for shapes.
+    """Checks the arguments of kernels that call a head tile by tile, except their shapes.
 
     Raises:
         ValueError: A dtype or number does not fit, a transform of ``torch.func`` is at work, or
@@ -43,7 +43,7 @@ def check_tiled_call(lm_head: nn.Module, hidden: Tensor, labels: Tensor, tiles: 
     shard = next((name for name, x in parameters.items() if is_marked_as_shard(x) and not gathers), None)
     if shard is not None:
         raise ValueError(
-            f"{shard} is marked as a shard of tensor parallelism (tensor_model_parallel), and a tiled head needs the "
+            f"{shard} is marked as a shard of tensor parallelism (tensor_model_parallel), but a tiled head needs the "
             "whole vocabulary; use linear_logprobs with tp_group, or the head of backbone_and_lm_head, which gathers"
         )
     check_not_transformed(hidden=hidden, labels=labels, **parameters)
@@ -73,7 +73,7 @@ class Place:
     def hold(self, tensor: Tensor) -> Callable[[], None]:
         """Puts a tensor there, and returns a function that puts back what was there before.
 
-        During forward, FSDP has its tensors among the parameters and the plain attributes alike.
+        During forward, FSDP has its tensors both among the parameters and the plain attributes.
         """
         attributes = vars(self.module)
         kinds: list[dict[str, Any]] = [attributes["_parameters"], attributes["_buffers"], attributes]
@@ -93,8 +93,8 @@ class Place:
 def tensors_with_gradients(head: nn.Module) -> dict[Place, Tensor]:
     """Returns the tensors of a head and its parts that need gradients; none under ``no_grad``.
 
-    Besides parameters these are plain attributes, which FSDP puts in the place of parameters
-    during forward. Frozen tensors stay where they are, in whatever form.
+    They include plain attributes, which FSDP puts in the place of parameters during forward. Frozen
+    tensors are left out, in whatever form.
     """
     if not torch.is_grad_enabled():
         return {}
@@ -108,7 +108,7 @@ def tensors_with_gradients(head: nn.Module) -> dict[Place, Tensor]:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is computed of each token's logits: options of ``vocab_parallel_logprobs``.
+    """What to compute from each token's logits: options of ``vocab_parallel_logprobs``.
 
     Raises:
         ValueError: A setting does not fit; the message names it.
@@ -127,7 +127,7 @@ class Statistics:
         LogitFilter(self.top_k, self.top_p)
 
     def of(self, logits: Tensor, labels: Tensor) -> TokenLogprobs:
-        """Computes the statistics of a tile, whose labels ``check`` looks at later."""
+        """Computes the statistics of a tile. ``check`` looks at the labels later."""
         with unchecked_values():
             return vocab_parallel_logprobs(logits, labels, **asdict(self))
 
@@ -135,17 +135,16 @@ class Statistics:
         """Checks the labels of all tiles, with one wait for the device.
 
         Raises:
-            ValueError: One is neither in the vocabulary nor ``ignore_index``.
+            ValueError: A label is neither in the vocabulary nor ``ignore_index``.
         """
         way_out = "give tokens that do not count the label ignore_index"
         check_labels(labels, labels != self.ignore_index, vocab, way_out=way_out)
 
     def named(self, outputs: Iterable[Tensor]) -> TokenLogprobs:
-        """Names statistics, of which ``given`` has left out those that were not asked for."""
+        """Names the statistics that ``given`` has returned."""
         values = iter(outputs)
-        ranges = self.logit_range, self.logit_range
-        asked = True, self.entropy, *ranges, self.unfiltered
-        return TokenLogprobs(*(next(values) if one else None for one in asked))  # type: ignore[arg-type]
+        asked_for = (True, self.entropy, self.logit_range, self.logit_range, self.unfiltered)
+        return TokenLogprobs(*(next(values) if asked else None for asked in asked_for))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -154,24 +153,24 @@ class TiledHead:
 
     module: nn.Module
     places: tuple[Place, ...] = ()
-    """Of the tensors that ``logits`` is given."""
+    """The places of the tensors that ``logits`` is given."""
 
     def only(self, places: Iterable[Place]) -> "TiledHead":
-        """Returns the same head, of which ``logits`` is given fewer tensors."""
+        """Returns the same head, with ``logits`` given the tensors of these places alone."""
         return replace(self, places=tuple(places))
 
     def logits(self, tensors: Sequence[Tensor], hidden: Tensor) -> Tensor:
         """Computes the logits of a tile by the head's own forward.
 
+        The head's hooks do not run: wrappers have gathered the weights once for all tiles.
+
         Args:
-            tensors: take the places of the head's own.
+            tensors: tensors that take the places of the head's own.
             hidden: ``[n, hidden]``.
 
         Raises:
             ValueError: The head returned something else; or its forward failed, and its weights
                 have another dtype than hidden.
-
-        The head's hooks do not run: those of wrappers have gathered the weights once for all tiles.
         """
         with ExitStack() as stack:
             for place, tensor in zip(self.places, tensors, strict=True):
@@ -201,7 +200,7 @@ def given(found: TokenLogprobs) -> tuple[Tensor, ...]:
 
 
 def leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Returns tensors with the same numbers, at which gradients of one tile end."""
+    """Returns new leaves with the same numbers. The gradients of one tile end there."""
     return [tensor.detach().requires_grad_() for tensor in tensors]
 
 
@@ -209,7 +208,7 @@ def used_leaves(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> set[int]:
     """Returns the ids of the leaves on which the outputs of a head depend.
 
     Raises:
-        ValueError: There is another leaf than the known ones. Its gradient would be lost.
+        ValueError: The outputs depend on a leaf that is not known. Its gradient would be lost.
     """
     allowed, used = {id(tensor) for tensor in known}, set[int]()
     for leaf in (leaf for output in outputs for leaf in leaves_of(output)):
@@ -223,9 +222,9 @@ def used_leaves(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> set[int]:
 
 
 def without_dead_rows(hidden: Tensor, live: Tensor) -> Tensor:
-    """Replaces the hidden states of tokens that have no gradients, since 0 times NaN is NaN.
+    """Replaces the hidden states of tokens that have no gradients, because 0 times NaN is NaN.
 
-    A live row takes their place, or ones: zeros might be what the head makes NaN of.
+    A live row takes their place, or ones if there is none: a head might make NaN of zeros.
 
     Args:
         hidden: ``[n, hidden]``.
@@ -242,7 +241,7 @@ class GradientSums:
 
     def __init__(self, number: int) -> None:
         self.sums: list[Tensor | None] = [None] * number
-        """None where no tile had a gradient."""
+        """The sum of each tensor's gradients; None if no tile had one."""
 
     def add(self, gradients: Sequence[Tensor | None], unit: Tensor | None = None) -> None:
         """Adds the gradients of a tile, multiplied by ``unit`` ``[1]``."""
@@ -256,7 +255,9 @@ class GradientSums:
 
 
 def _add(total: Tensor, gradient: Tensor, unit: Tensor | None) -> None:
-    """Adds a gradient to a sum, piece by piece: where dtypes differ, torch converts each piece."""
+    """Adds a gradient to a sum. If dtypes differ, it does so piece by piece, to convert little at a
+    time.
+    """
     if gradient.dtype == total.dtype and unit is None:
         total.add_(gradient)
         return
@@ -275,5 +276,5 @@ def multiplied(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cuts tensors of one shape into pieces that are small beside them."""
+    """Cuts tensors of one shape into small pieces, and yields the pieces that belong together."""
     return zip(*(tensor.chunk(_PIECES) if tensor.dim() else [tensor] for tensor in tensors), strict=True)

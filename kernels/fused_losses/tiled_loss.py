@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses through an lm-head that is any module, whose gradients are made in forward, tile by tile.
+"""Losses through an lm-head that is any module, with gradients computed in forward, tile by tile.
 
 A loss that is a sum over tokens has one upstream gradient, a scalar. So the gradient of each tile
-can be made right after its logits, and the head is called once for each tile; with
-``tiled_token_logprobs`` it is called twice. open-instruct's tiled lm-head loss does so too. Unlike
-there, gradients are held until backward and go through autograd: any upstream gradient multiplies
-all of them, forward writes to no ``.grad``, and hooks of data-parallel wrappers fire once.
+can be computed right after its logits, and the head is called once for each tile; with
+``tiled_token_logprobs`` it is called twice. open-instruct's tiled lm-head loss works in the same
+way. Unlike there, gradients are held until backward and go through autograd: the upstream gradient
+multiplies all of them, forward writes to no ``.grad``, and hooks of data-parallel wrappers fire
+once.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ from fused_losses.wrappers import check_parameter, leave_compiled_code, leaves_o
 LossOfTile = Callable[[TokenLogprobs, slice], tuple[Tensor, Metrics]]
 
 _OF_TOKENS = ("advantages", "old_logprobs", "reference_logprobs", "vllm_logprobs", "sequence", "rho")
-"""Arguments of ``grpo_loss`` with one number for each token; ``rho`` may be one."""
+"""Arguments of ``grpo_loss`` with one number for each token. ``rho`` may be such a tensor, too."""
 
 
 def tiled_grpo_loss(
@@ -68,18 +69,18 @@ def tiled_grpo_loss(
         hidden: ``[tokens, hidden]``, or a batch, ``[B, S, hidden]`` or ``[S, B, hidden]`` as
             ``layout`` says.
         labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids.
-        mask: of the shape of labels, bool, or numbers 0 and 1: the tokens that count. Whatever is
-            at other tokens has no effect, in hidden, labels and options alike.
+        mask: of the shape of labels, bool, or numbers 0 and 1: the tokens that count. The hidden
+            states, labels and options of other tokens have no effect.
         valid_tokens: as for ``grpo_loss``.
         temperature: divides the logits; positive.
         top_k: only the k largest logits of a token stay in its softmax; see ``linear_logprobs``.
-            KL estimates are those of log-probabilities without this filter.
+            KL estimates use log-probabilities without this filter.
         top_p: of these, only the most probable stay, until their probabilities sum to this number.
         tiles: as for ``tiled_loss``.
         layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
-        options: the other arguments of ``grpo_loss``, but for ``unfiltered_logprobs``, for all
-            tokens: ``advantages`` and so on. Those with a number for each token have the shape of
-            labels.
+        options: the other arguments of ``grpo_loss``, such as ``advantages``, for all tokens, but
+            without ``unfiltered_logprobs``. Arguments with a number for each token have the shape
+            of labels.
 
     Returns:
         The loss and the metrics of ``grpo_loss``.
@@ -92,8 +93,8 @@ def tiled_grpo_loss(
 
     A correction ``rho`` with ``rho_mask_sequence_level`` or ``rho_mask_tv_divergence`` averages
     over sequences, which lie across tiles. Its weights are computed before the first tile. If
-    ``old_logprobs`` is None, that takes all new log-probabilities, so ``tiled_token_logprobs``
-    calls the head twice for each tile.
+    ``old_logprobs`` is None, they need all new log-probabilities, so ``tiled_token_logprobs`` calls
+    the head twice for each tile.
     """
     leave_compiled_code()
     if "unfiltered_logprobs" in options:
@@ -114,7 +115,7 @@ def tiled_grpo_loss(
     options["rho"] = _weights_of_tokens(options)
 
     def loss_of_tile(values: TokenLogprobs, tile: slice) -> tuple[Tensor, Metrics]:
-        with unchecked_values():  # What a tile would check is checked above, for all tiles at once.
+        with unchecked_values():  # The values are checked above, for all tiles at once.
             unfiltered = values.unfiltered_logprobs
             return grpo_loss(values.logprobs, unfiltered_logprobs=unfiltered, **_of_tile(options, tile))
 
@@ -122,7 +123,7 @@ def tiled_grpo_loss(
 
 
 def _flattened(options: dict[str, Any], labels: Tensor, layout: TokenLayout) -> dict[str, Any]:
-    """Gives each argument of tokens one dim, as ``flatten_tokens`` gives the labels."""
+    """Flattens each argument with a number for each token, as ``flatten_tokens`` does labels."""
 
     def flat(name: str, x: Any) -> Any:
         return flatten_like(name, x, labels, layout) if isinstance(x, Tensor) else x
@@ -143,10 +144,10 @@ def _of_tile(options: dict[str, Any], tile: slice) -> dict[str, Any]:
 
 
 def _weights_of_tokens(options: dict[str, Any]) -> Any:
-    """Returns rho as ``grpo_loss`` takes it for any part of the tokens.
+    """Returns rho in a form that ``grpo_loss`` takes for any part of the tokens.
 
     Raises:
-        ValueError: It does not fit; a weight is negative or not finite.
+        ValueError: rho does not fit, or a weight is negative or not finite.
     """
     rho, mask = options.get("rho"), options["mask"]
     if isinstance(rho, RhoWeights | Tensor):
@@ -177,9 +178,9 @@ def tiled_loss(
     """Computes a loss that is a sum over tokens through an lm-head module, with its gradients.
 
     The head is called once in its wrappers, as by ``tiled_token_logprobs``, and its ``forward``
-    runs once for each tile: the gradients of a tile are made right after its logits. Backward
-    multiplies them by the upstream gradient of the loss, and calls nothing. Where nothing needs a
-    gradient, or under ``torch.no_grad``, no gradient is made.
+    runs once for each tile: the gradients of a tile are computed right after its logits. Backward
+    only multiplies them by the upstream gradient of the loss. If nothing needs a gradient, or under
+    ``torch.no_grad``, no gradients are computed.
 
     Args:
         lm_head: maps ``[n, hidden]`` to logits ``[n, vocab]``, also for n = 0. It treats each token
@@ -187,18 +188,18 @@ def tiled_loss(
         hidden: ``[tokens, hidden]``, or a batch, ``[B, S, hidden]`` or ``[S, B, hidden]`` as
             ``layout`` says.
         labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids, or ``ignore_index``.
-        loss_of_tile: takes the statistics of a tile, ``[n]`` each, and the slice of the tokens that
-            it is, in the order of ``flatten_tokens``. Returns the tile's part of the loss, a
-            scalar, and of ``Metrics``. The parts of the loss must add up: divide by a number of the
-            whole batch, not of the tile, and use no sum over tokens that lie across tiles.
+        loss_of_tile: takes the statistics of a tile, ``[n]`` each, and the slice of its tokens, in
+            the order of ``flatten_tokens``. Returns the tile's part of the loss, a scalar, and its
+            part of ``Metrics``. The parts of the loss must add up: divide by a number of the whole
+            batch, not of the tile, and use no sum over tokens that lie across tiles.
         mask: of the shape of labels, bool, or numbers 0 and 1: the tokens that count; all by
-            default. At other tokens the head is given another hidden state, labels are ignored, and
-            gradients are zero. ``loss_of_tile`` still must select them away, since their values are
-            meaningless.
+            default. At other tokens the head gets another hidden state, labels are ignored, and
+            gradients are zero. ``loss_of_tile`` must still leave these tokens out, because their
+            values are meaningless.
         temperature: divides the logits; positive.
         tiles: how many times the head's forward runs; by default once for every 256 tokens. If that
-            forward is collective itself, pass the same number on every rank: it runs that often for
-            any number of tokens, also for none. Either all ranks need gradients, or none.
+            forward makes collective calls, pass the same number on every rank: it runs that often
+            for any number of tokens, also for none. Either all ranks need gradients, or none does.
         entropy: whether ``loss_of_tile`` is given entropies of ``softmax(logits / temperature)``.
         top_k: only the k largest logits of a token stay in its softmax; see ``linear_logprobs``.
         top_p: of these, only the most probable stay, until their probabilities sum to this number.
@@ -211,16 +212,16 @@ def tiled_loss(
         one; and the metrics of all tiles.
 
     Raises:
-        ValueError: As by ``tiled_token_logprobs``; or ``loss_of_tile`` returns no scalar, other
-            metrics than ``Metrics``, or uses another tensor whose gradient would be lost.
+        ValueError: As by ``tiled_token_logprobs``; or ``loss_of_tile`` returns no scalar, returns
+            other metrics than ``Metrics``, or uses another tensor whose gradient would be lost.
         RuntimeError: In backward: the gradient is differentiated again.
 
     Memory:
-        Forward holds what backward does for ``tiled_token_logprobs``, with the same l, L, G and g:
-        G and the gradient of hidden (in float32 for float16), and beside them first 2 l + L and
-        then l + g. Where no gradient is needed, it holds l + L alone.
-        Saved for backward: G and the gradient of hidden. Backward holds their products with the
-        upstream gradient beside them, in the dtypes of parameters and hidden.
+        With l, L, G and g as for ``tiled_token_logprobs``, forward holds as much as backward does
+        there: G and the gradient of hidden (in float32 for float16), and in addition first 2 l + L
+        and then l + g. If no gradient is needed, it holds only l + L.
+        Saved for backward: G and the gradient of hidden. Backward also holds their products with
+        the upstream gradient, in the dtypes of parameters and hidden.
     """
     leave_compiled_code()
     statistics = Statistics(
@@ -249,9 +250,9 @@ class _LossAndGradients:
     """A loss, its metrics and its gradients, computed tile by tile inside the forward of the head.
 
     Args:
-        head: whose places are those of ``tensors``.
-        statistics: what ``loss_of_tile`` is given.
-        tensors: those of the head that need gradients.
+        head: the head, with the places of ``tensors``.
+        statistics: the statistics that ``loss_of_tile`` gets.
+        tensors: the tensors of the head that need gradients.
         hidden: ``[tokens, hidden]``.
         loss_of_tile: as for ``tiled_loss``.
     """
@@ -280,9 +281,9 @@ class _LossAndGradients:
         Only its results outlive this method, so the logits of two tiles never exist at a time.
 
         Args:
-            tile: which tokens of hidden.
-            labels: ``[n]``, those of the tile.
-            counted: ``[n]`` bool, which of them count; None for all.
+            tile: the slice of its tokens.
+            labels: ``[n]``, the labels of the tile.
+            counted: ``[n]`` bool, the tokens of the tile that count; None for all.
         """
         x = self._hidden[tile].detach()
         x = x if counted is None else without_dead_rows(x, counted)
@@ -338,7 +339,7 @@ class _LossAndGradients:
     def _unit(self, upstream: list[Tensor]) -> Tensor:
         """Returns the unit ``[1]`` of upstream gradients, for logits in float16.
 
-        The factor of a GradScaler comes only in backward.
+        It is needed because the factor of a GradScaler is known only in backward.
         """
         largest = torch.cat([u.abs() for u in upstream] + [upstream[0].new_zeros(1)]).amax(0, keepdim=True)
         return float16_unit(largest / self._statistics.temperature)
@@ -346,7 +347,7 @@ class _LossAndGradients:
     def _add_gradients(
         self, outputs: tuple[Tensor, ...], upstream: list[Tensor], x: Tensor, tile: slice, unit: Tensor | None
     ) -> None:
-        """Adds a tile's gradients, which are computed as multiples of ``unit``."""
+        """Computes a tile's gradients in units of ``unit``, and adds them up."""
         wanted = self._ends if self._of_hidden is None else [*self._ends, x]
         scaled = upstream if unit is None else [u / unit for u in upstream]
         with torch.autocast(x.device.type, enabled=False):
@@ -375,10 +376,10 @@ def _leaf(statistic: Tensor | None) -> Tensor | None:
 
 
 def _without_callers_hooks() -> AbstractContextManager[Any]:
-    """Keeps hooks on saved tensors away from what a tile saves and uses up at once.
+    """Keeps the caller's hooks on saved tensors away from tensors that a tile saves for itself.
 
-    Activation checkpointing has such hooks: it would compute all tiles again for the gradients of
-    the first. Without any, torch itself notices tensors that were changed in place.
+    Activation checkpointing has such hooks, and would compute all tiles again for the gradients of
+    the first. Without hooks, torch itself notices tensors that were changed in place.
     """
     hooks: Any = getattr(torch._C, "_autograd")  # noqa: B009
     if hooks._top_saved_tensors_default_hooks(False) is None:
@@ -387,7 +388,7 @@ def _without_callers_hooks() -> AbstractContextManager[Any]:
 
 
 class _Held(torch.autograd.Function):
-    """A loss whose gradients are known already."""
+    """A loss whose gradients were computed with it."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
@@ -398,7 +399,7 @@ class _Held(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        # CUDA rounds a 0-dim factor to a half-precision gradient's dtype first, but no 1-dim one.
+        # CUDA would round a 0-dim factor to the dtype of a half-precision gradient first.
         scale = upstream.reshape(1)
         gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return None, None, *(multiplied(gradient, scale, dtype) for gradient, dtype in gradients)

@@ -15,9 +15,9 @@ TokenLayout = Literal["bsh", "sbh"]
 def flatten_tokens(
     hidden: Tensor, labels: Tensor, layout: TokenLayout = "bsh", ranks: int = 1, *, name: str = "hidden"
 ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """Lays hidden states, or logits, and labels out with one row for each token.
+    """Flattens hidden states, or logits, and labels to one row for each token.
 
-    Tokens are in the order in which hidden states lie in memory: ``layout="sbh"`` transposes the
+    Tokens are in the order in which hidden states lie in memory, so ``layout="sbh"`` transposes the
     labels.
 
     ========  ======  ================  ======================================================
@@ -33,15 +33,15 @@ def flatten_tokens(
         hidden: hidden states or logits of the shapes above; the last dim is hidden or vocab.
         labels: ``[B, S]``, or ``[T]`` or ``[1, T]`` for a pack, whole on every rank.
         layout: "bsh" or "sbh".
-        ranks: number of ranks over which sequence parallelism splits the tokens. Each has its part
-            of ``hidden``, in rank order.
+        ranks: number of ranks over which sequence parallelism splits the tokens. Each rank has its
+            part of ``hidden``, in rank order.
         name: what error messages call ``hidden``.
 
     Returns:
-        Hidden states ``[tokens / ranks, H]``, a view if ``hidden`` is contiguous. Labels
-        ``[tokens]``, the whole ones. And a function that gives ``[tokens]`` numbers, such as
-        log-probabilities, the shape of the labels. For other numbers that come with the labels,
-        such as a mask, there is ``flatten_like``.
+        Hidden states ``[tokens / ranks, H]``, a view if ``hidden`` is contiguous; the labels of all
+        ranks, ``[tokens]``; and a function that gives ``[tokens]`` numbers, such as
+        log-probabilities, the shape of the labels. ``flatten_like`` flattens other numbers that
+        come with the labels, such as a mask.
 
     Raises:
         ValueError: A shape does not fit; the message names it, what was expected, and the way out.
@@ -69,7 +69,7 @@ def flatten_like(name: str, x: Tensor, labels: Tensor, layout: TokenLayout = "bs
 
     Args:
         name: what error messages call ``x``.
-        x: of the shape of the labels.
+        x: a tensor of the shape of the labels.
         labels: as ``flatten_tokens`` was given.
         layout: as ``flatten_tokens`` was given.
 
@@ -106,7 +106,7 @@ def _flat(x: Tensor, layout: TokenLayout) -> Tensor:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What hidden states must be like to fit the labels."""
+    """The shape that hidden states must have to fit the labels."""
 
     batch: int
     length: int
@@ -126,10 +126,10 @@ class _Expected:
         return hidden.shape[:-1] in self.shapes
 
     def way_out(self, hidden: Tensor) -> str:
-        """Says what to change for hidden states that do not fit."""
+        """Returns advice for hidden states that do not fit, for a message."""
         other: TokenLayout = "bsh" if self.layout == "sbh" else "sbh"
         if replace(self, layout=other).fits(hidden):
-            return f"pass layout={other!r} if it lies so"
+            return f"pass layout={other!r} if that is its layout"
         if replace(self, ranks=1).fits(hidden):
             return "pass this rank's part alone, or no sequence parallelism"
         if hidden.dim() == 2 and self.batch > 1:

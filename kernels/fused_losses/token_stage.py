@@ -15,7 +15,7 @@ from fused_losses.numerics import float16_unit
 from fused_losses.softmax import TokenLogprobs, TokenSoftmax, add_at_labels_
 
 IGNORED = -(2**62)
-"""Takes the place of labels to be ignored, once labels are counted from a rank's first row."""
+"""The label of tokens to ignore, once labels are counted from a rank's first row."""
 
 
 def own_labels(labels: Tensor, ignore_index: int, vocab_start: int) -> Tensor:
@@ -76,7 +76,7 @@ class TokenStage:
         """Names the outputs of an autograd function, which are those of ``TokenStatistics``.
 
         Args:
-            outputs: of the function.
+            outputs: the outputs of the function.
             restore: gives ``[tokens]`` numbers the shape of the labels.
         """
         logprobs, entropy, lowest, largest, unfiltered = outputs
@@ -94,11 +94,11 @@ class TokenStatistics:
     """Softmax statistics of tokens."""
 
     softmax: TokenSoftmax
-    """Of the logits that stay."""
+    """Statistics of the logits that stay."""
     whole: TokenSoftmax | None = None
-    """Of all logits, if some are filtered out and these statistics are wanted."""
+    """Statistics of all logits; None if there is no filter, or they are not wanted."""
     bound: Tensor | None = None
-    """``[tokens]``: logits below are filtered out."""
+    """``[tokens]``: logits below it are filtered out; None if there is no filter."""
 
     @classmethod
     def cat(cls, parts: "list[TokenStatistics]") -> "TokenStatistics":
@@ -113,14 +113,14 @@ class TokenStatistics:
     def outputs(self, labels: Tensor, temperature: float) -> tuple[Tensor, ...]:
         """Returns log-probabilities, entropies, ranges, and log-probabilities without the filter.
 
-        What is not wanted is empty.
+        Statistics that are not wanted are empty.
         """
         whole = self.softmax if self.whole is None else self.whole
         unfiltered = self.softmax.total.new_zeros(0) if self.whole is None else _of_labels(self.whole, labels)
         return _of_labels(self.softmax, labels), self.softmax.entropy, *whole.range(temperature), unfiltered
 
     def saved(self, labels: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns what backward needs, in the order of the fields of ``Saved``."""
+        """Returns the fields of ``Saved``, in order."""
         return (
             labels,
             self.softmax.logsumexp,
@@ -138,9 +138,9 @@ def _of_labels(softmax: TokenSoftmax, labels: Tensor) -> Tensor:
 
 
 def _check_owners(owners: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Checks that one rank owns each label, unless it is ignored.
+    """Checks that exactly one rank owns each label that is not ignored.
 
-    All ranks come to the same end.
+    The check passes on all ranks, or fails on all ranks.
     """
     if not values_are_checked():
         return
@@ -155,26 +155,26 @@ def _check_owners(owners: Tensor, labels: Tensor, group: dist.ProcessGroup | Non
         )
     whose = "this rank's rows" if group is None or group.size() == 1 else "the rows of all ranks of tp_group"
     raise ValueError(
-        f"labels: that of token {token} is outside of the vocabulary, {whose}; give tokens that do not count the label "
-        "ignore_index, or declare how the vocabulary is split (tp_group, vocab_start, vocab_rows)"
+        f"labels: token {token} has a label outside of the vocabulary, {whose}; give tokens that do not count the "
+        "label ignore_index, or declare how the vocabulary is split (tp_group, vocab_start, vocab_rows)"
     )
 
 
 class Saved(NamedTuple):
-    """What backward needs beside the logits, ``[tokens]`` each."""
+    """What backward needs in addition to the logits, ``[tokens]`` each."""
 
     labels: Tensor
     logsumexp: Tensor
     entropy: Tensor | None
     logsumexp_of_all: Tensor | None
-    """Without the filter; None unless wanted."""
+    """The logsumexp without the filter; None unless wanted."""
     bound: Tensor | None
-    """Logits below are filtered out; None without a filter."""
+    """Logits below it are filtered out; None without a filter."""
     label_gone: Tensor | None
-    """Bool: the label is filtered out."""
+    """Bool: the label is filtered out; None without a filter."""
 
     def part(self, tokens: slice) -> "Saved":
-        """Returns that of a slice of the tokens."""
+        """Returns the same for a slice of the tokens."""
         return Saved(*(None if x is None else x[tokens] for x in self))  # type: ignore[arg-type]
 
 
@@ -203,7 +203,7 @@ class Upstream:
 
         Args:
             given: the gradients of ``TokenStatistics.outputs``, ``[tokens]`` each, or None.
-            saved: that of forward.
+            saved: what forward has saved.
             temperature: the divisor of the logits.
             products: dtype of the matrix products that follow.
         """
@@ -244,7 +244,7 @@ class Upstream:
 
         Args:
             z: ``[n, rows]`` logits after the temperature, overwritten.
-            saved: that of the same tokens.
+            saved: what forward has saved for these tokens.
         """
         of_all = None
         if self.of_unfiltered is not None and saved.logsumexp_of_all is not None:
@@ -269,7 +269,7 @@ def _dlogits(
         z: ``[n, rows]``, overwritten.
         labels: ``[n]``, counted from the first of the rows.
         logsumexp: ``[n]``.
-        u: ``[n]``, that of the log-probabilities.
+        u: ``[n]``, the upstream gradient of the log-probabilities.
         entropy: v and H, ``[n]`` each; None if the entropy has no gradient.
     """
     live = u != 0 if entropy is None else (u != 0) | (entropy[0] != 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states of any model: what its forward passes to its lm-head."""
+"""The hidden states of any model: the input that its forward passes to its lm-head."""
 
 import sys
 from collections.abc import Callable, Generator
@@ -14,18 +14,19 @@ from fused_losses.wrappers import _running, wrapped_module
 
 
 class UpToLmHead(nn.Module):
-    """A backbone made from a whole model: it returns what the lm-head would be given.
+    """A backbone made from a whole model: it returns the input of the lm-head.
 
-    It runs the model's own forward, with the head's replaced, so it also does what the model does
-    between its parts. Hidden states are as the head gets them, with Megatron ``[S, B, H]``. Logits
-    are not computed. Pass no labels.
+    It runs the model's own forward with the head's forward replaced, so it also does what the model
+    does between its parts. Hidden states have the shape that the head gets, ``[S, B, H]`` with
+    Megatron. Logits are not computed. Pass no labels.
     """
 
     def __init__(self, model: nn.Module, lm_head: nn.Module) -> None:
         """Takes a model and its head.
 
         Args:
-            model: the model without its wrappers. Call this inside of theirs: ``run_in_forward``.
+            model: the model without its wrappers. Call this object inside of the wrappers'
+                forward: see ``run_in_forward``.
             lm_head: its head, which its forward calls once.
         """
         super().__init__()
@@ -42,7 +43,7 @@ class UpToLmHead(nn.Module):
 
         def take(hidden: Tensor, *_: Any, **__: Any) -> Any:
             taken.append(hidden)
-            # The model goes on with something cheap of the right kind, which has no gradient.
+            # The model goes on with a cheap stand-in of the right type, without a gradient.
             nothing = hidden.detach()
             return (nothing, None) if is_megatron(self.lm_head) else nothing
 
@@ -57,7 +58,7 @@ class UpToLmHead(nn.Module):
 
 
 def call_inside(model: nn.Module) -> Callable[..., Any]:
-    """Returns how to call a model: in its own forward without its hooks, which ran there."""
+    """Returns a function that calls a model: without its hooks if its forward runs already."""
     return model.forward if model in _running.get() else model
 
 
@@ -72,7 +73,7 @@ def innermost(module: nn.Module) -> nn.Module:
 def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
     """Replaces a module's forward for a while. An instance's own forward is put back."""
     own = vars(module).get("forward")
-    # Only what has imported the compiler can have compiled the module, and to import it takes long.
+    # The module can only be compiled if the compiler is imported, and importing it takes long.
     module.forward = torch.compiler.disable(forward) if "torch._dynamo" in sys.modules else forward
     try:
         yield

@@ -79,8 +79,8 @@ def vocab_parallel_logprobs(
             remaining ones are padding and get a gradient of zero.
         tp_group: the ranks among which the vocabulary is split; None if it is whole here.
         layout: order of the dims of logits; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
-        chunk: number of tokens whose logits exist in the compute dtype at a time; by default so
-            many that they take 16 MiB in float32, but at least one.
+        chunk: number of tokens whose logits exist in the compute dtype at a time. By default their
+            logits take 16 MiB in float32, or there is one token.
 
     Returns:
         ``logprobs`` and, if asked for, ``entropy`` in nats, ``min_logits`` and ``max_logits``
@@ -97,8 +97,8 @@ def vocab_parallel_logprobs(
     Collectives:
         Forward: one all-reduce MAX of ``[tokens]`` (``[2, tokens]`` with ``logit_range``) and one
         all-reduce SUM of ``[3, tokens]`` (``[4, tokens]`` with ``entropy``), in the dtype of the
-        results. With a filter: those of ``LogitFilter.bound`` for each chunk besides, and with
-        ``unfiltered`` or ``logit_range`` the two all-reduces twice. Backward: none.
+        results. With a filter: also the collectives of ``LogitFilter.bound`` for each chunk, and
+        with ``unfiltered`` or ``logit_range`` the two all-reduces twice. Backward: none.
 
     Memory:
         ``[chunk, local_vocab]`` logits at a time in the compute dtype; see "Memory" in

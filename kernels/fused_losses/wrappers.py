@@ -2,9 +2,9 @@
 """Works with modules inside wrappers that gather parameters and reduce gradients.
 
 Such wrappers are DistributedDataParallel, FSDP, FSDP2 (``fully_shard``) and DeepSpeed's ZeRO. They
-gather a module's parameters before its forward and put them aside after it, and they prepare there
-how the gradients will be reduced. So a kernel must use a parameter inside the forward of the module
-that gathers it, and once.
+gather a module's parameters before its forward and put them aside after it, and during forward they
+prepare the reduction of the gradients. So a kernel must use a parameter once, inside the forward of
+the module that gathers it.
 
 DeepSpeed is recognised by the attributes that it sets, so it is not imported.
 """
@@ -22,13 +22,13 @@ _WRAPPERS = {"DistributedDataParallel": "module", "FullyShardedDataParallel": "_
 """Torch's wrappers, and the attribute of each that holds the wrapped module."""
 
 _running: ContextVar[tuple[nn.Module, ...]] = ContextVar("_running", default=())
-"""The modules in whose forward a function runs."""
+"""The modules in whose forward a function of ``run_in_forward`` runs now."""
 
 
 def wrapped_module(module: nn.Module) -> nn.Module | None:
     """Returns the module that a wrapper of torch or DeepSpeed holds; None for other modules.
 
-    Wrappers are recognised by their classes: a head may well have a part that is called ``module``.
+    Wrappers are recognised by their classes, because a head may have a part called ``module``.
     """
     for name, attribute in (*_WRAPPERS.items(), ("OptimizedModule", "_orig_mod")):
         if _is_a(module, name):
@@ -41,29 +41,29 @@ def wrapped_module(module: nn.Module) -> nn.Module | None:
 def run_in_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any) -> Any:
     """Calls ``module`` and runs ``function`` in place of the forward inside its wrappers.
 
-    With this, code that is not a module's forward can use its parameters while the wrappers have
-    gathered them: ``run_in_forward(model, compute_loss, input_ids, labels)``. The wrappers and the
-    module's hooks do what they do in every call, and the hooks are given the function's results.
+    With this, code outside of a module's forward can use the module's parameters while the wrappers
+    have gathered them: ``run_in_forward(model, compute_loss, input_ids, labels)``. The wrappers and
+    the module's hooks do what they do in every call, and the hooks get the function's results.
 
     Args:
         module: the module, in any wrapper of torch.compile, DistributedDataParallel, FSDP or
             DeepSpeed. FSDP2 and ZeRO act by hooks and need no wrapper.
         function: is called once, as ``function(inner, *inputs)``, where ``inner`` is the module
             without its wrappers. It runs as it is, not compiled. A tensor from outside whose
-            gradient is needed must be among ``inputs``, since wrappers must see it. It returns a
-            tensor or a tuple of tensors, for the same reason: gradients through a tensor that is
-            handed out in another way may be wrong.
+            gradient is needed must be among ``inputs``, because wrappers must see it. For the same
+            reason the function returns a tensor or a tuple of tensors: gradients through a tensor
+            that leaves it in another way may be wrong.
         inputs: arguments of ``function``. A wrapper may cast them, as in mixed precision.
 
     Returns:
-        What ``function`` returns, as the wrappers and hooks hand it on.
+        The result of ``function``, as the wrappers and hooks hand it on.
 
     Raises:
         RuntimeError: A wrapper did not call the module that it holds.
 
-    In a model that was compiled with ``fullgraph=True``, torch may refuse to run other code. An
-    instance's own ``forward``, which accelerate sets for mixed precision, is not run either.
-    Under it, enter ``accelerator.autocast()`` yourself.
+    In a model that was compiled with ``fullgraph=True``, torch may refuse to run other code. If an
+    instance has its own ``forward``, which accelerate sets for mixed precision, that does not run
+    either. With accelerate, enter ``accelerator.autocast()`` yourself.
     """
     leave_compiled_code()
     inner = module
@@ -87,7 +87,7 @@ def run_in_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any
         finally:
             _running.reset(token)
 
-    # Only what has imported the compiler can have compiled the module, and to import it takes long.
+    # The module can only be compiled if the compiler is imported, and importing it takes long.
     inner.forward = torch.compiler.disable(forward) if "torch._dynamo" in sys.modules else forward
     try:
         result = module(*inputs)
@@ -102,7 +102,7 @@ def run_in_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any
 
 
 def leave_compiled_code() -> None:
-    """Lets the caller run as it is where torch compiles the code around it.
+    """Lets the caller run uncompiled if torch compiles the code around it.
 
     With ``fullgraph=True`` torch cannot do so, and raises an error that gives the reason.
     """
@@ -117,14 +117,15 @@ def check_parameter(name: str, tensor: Tensor, *, piece: bool = False) -> None:
     """Checks that a parameter that a kernel uses is whole, and that its gradient will be reduced.
 
     Args:
-        name: what the message calls it.
-        tensor: the parameter, or what a wrapper has put in its place, or what was computed from it.
+        name: what the message calls the parameter.
+        tensor: the parameter, or the tensor that a wrapper has put in its place, or a tensor that
+            was computed from it.
         piece: whether a parameter that FSDP has flattened can only be a piece of the whole.
 
     Raises:
-        ValueError: It is a DTensor; or it belongs to FSDP, FSDP2 or ZeRO-3, and this is not the
-            forward for which they gather it. Nothing is checked while torch compiles, which cannot
-            trace these checks.
+        ValueError: The parameter is a DTensor; or it belongs to FSDP, FSDP2 or ZeRO-3, and this is
+            not the forward for which they gather it. Nothing is checked while torch compiles,
+            because it can't trace these checks.
     """
     if torch.compiler.is_compiling():
         return
@@ -165,7 +166,7 @@ def _check_source(name: str, tensor: Tensor, *, trained: bool, piece: bool) -> N
 def _sources(tensor: Tensor) -> Iterator[Tensor]:
     """Yields the leaves from which a parameter is computed.
 
-    A view of FSDP's flat parameter is yielded itself: torch may refuse to say where it comes from.
+    A view of FSDP's flat parameter is yielded itself, because torch may refuse to name its source.
     """
     if _is_flattened(tensor._base):
         yield tensor
@@ -194,7 +195,7 @@ def check_lm_head(lm_head: nn.Module) -> None:
     """Checks that calling an lm-head once gathers all that its forward needs.
 
     Raises:
-        ValueError: It does not; the head has hooks that take its output for logits; or it has
+        ValueError: One call does not gather all; the head has hooks that expect logits; or it has
             dropout, which backward would compute with other random numbers.
     """
     inner, wrapped_by_fsdp = lm_head, False
@@ -236,9 +237,9 @@ def _views(head: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_hooks(head: nn.Module) -> None:
-    """Refuses hooks that would be given log-probabilities for logits, or their gradients.
+    """Refuses hooks that would get log-probabilities instead of logits, or their gradients.
 
-    Those of wrappers look at no values.
+    Hooks of wrappers are allowed, because they look at no values.
     """
     everywhere = nn.modules.module
     hooks = (
@@ -264,9 +265,9 @@ def _plain_function(hook: Any) -> Any:
 
 
 def _is_a(module: nn.Module, name: str) -> bool:
-    """Returns whether a class of torch's FSDP is among the module's classes.
+    """Returns whether a class of torch with this name is among the module's classes.
 
-    By name, since importing FSDP takes long and most programs do not use it.
+    The name is compared, because importing FSDP takes long and most programs do not use it.
     """
     return any(one.__name__ == name and one.__module__.startswith("torch.") for one in type(module).__mro__)
 
@@ -276,14 +277,14 @@ def _is_dtensor(tensor: Tensor) -> bool:
 
 
 def _is_flattened(tensor: Tensor | None) -> bool:
-    """Returns whether a tensor is FSDP's flat parameter, or one that it has made a part of it."""
+    """Returns whether a tensor is FSDP's flat parameter, or has become a part of it."""
     return getattr(tensor, "_fsdp_flattened", False)
 
 
 def _idle_in_fsdp(tensor: Tensor) -> bool:
     """Returns whether a tensor belongs to FSDP, but no backward will reduce its gradient.
 
-    In forward, the module has a view of the flat parameter in the parameter's place, and the flat
+    In forward, the module has a view of the flat parameter in place of the parameter, and the flat
     parameter has hooks until backward is over.
     """
     owner = tensor if tensor._base is None else tensor._base
@@ -309,8 +310,8 @@ def _is_available(tensor: Tensor) -> bool:
 def _idle_in_fsdp2(tensor: Tensor) -> bool:
     """Returns whether FSDP2 has gathered a parameter, but not for a forward or backward.
 
-    A function that runs in a module's forward may call that module. FSDP2 then takes the forward
-    to be over, but reduces the gradient nevertheless.
+    A function that runs in a module's forward may call that module. FSDP2 then believes that the
+    forward is over, but still reduces the gradient.
     """
     running = _running.get()
     return any(

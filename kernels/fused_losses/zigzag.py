@@ -53,8 +53,8 @@ def gathered(local: Tensor, index: Tensor, starts: Tensor, group: dist.ProcessGr
     """Gathers every rank's tokens, in the order of the whole padded pack.
 
     Args:
-        local: ``[tokens, ...]``, of this rank.
-        index: ``[tokens]``, the index of each of them in the padded pack.
+        local: ``[tokens, ...]``, the numbers of this rank's tokens.
+        index: ``[tokens]``, the index of each of these tokens in the padded pack.
         starts: ``[sequences + 1]``, where sequences start in the padded pack.
         group: the ranks over which the pack is split.
 

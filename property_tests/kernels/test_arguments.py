@@ -97,7 +97,7 @@ def sft(hidden: Tensor, weight: Tensor, labels: Tensor, **changes: Any) -> Tenso
         (lambda h, w, b, y: vocab_parallel_logprobs(h @ w.T, y.double()), "labels is torch.float64: expected int64"),
         (
             lambda h, w, b, y: linear_cross_entropy(h, w, y, mask=y.double() / 2),
-            "mask holds .*: expected 0 and 1 alone",
+            "mask holds .*: expected only 0 and 1",
         ),
         (lambda h, w, b, y: linear_cross_entropy(h, w, y, mask=[True] * 6), r"mask \[True.*: expected a tensor \[6\]"),
         (lambda h, w, b, y: linear_logprobs(h, w, y, chunk=2.5), "chunk 2.5: expected an integer from 1"),
@@ -127,8 +127,8 @@ def sft(hidden: Tensor, weight: Tensor, labels: Tensor, **changes: Any) -> Tenso
         (lambda h, w, b, y: linear_logprobs(h, w, y, ignore_index=1.5), "ignore_index 1.5: expected an integer"),
         (lambda h, w, b, y: linear_logprobs(h, w, y, entropy="false"), "entropy 'false': expected False or True"),
         (lambda h, w, b, y: linear_logprobs(h, w, [1] * 6), "labels is a list: expected a tensor"),
-        (lambda h, w, b, y: sft(h, w, y.index_fill(0, torch.tensor([2]), -100)), "labels: that of token 2 is outside"),
-        (lambda h, w, b, y: sft(h, w, y, sequence=y * 0 - 1), "sequence: that of token 0 is -1, outside of the pack"),
+        (lambda h, w, b, y: sft(h, w, y.index_fill(0, torch.tensor([2]), -100)), "labels: token 2 has a label outside"),
+        (lambda h, w, b, y: sft(h, w, y, sequence=y * 0 - 1), "sequence: token 0 has -1, outside of the pack"),
         (lambda h, w, b, y: sft(h, w, y, sequence=None), "sequence is a NoneType: expected a tensor"),
         (lambda h, w, b, y: sft(h, w, y, epsilon=-1.0), "epsilon -1.0: expected a finite number from 0"),
         (
@@ -166,7 +166,7 @@ LOSSES = [name for name in KERNELS if "cross_entropy" in name]
 def test_a_label_outside_of_the_vocabulary_is_refused(name: str, label: int) -> None:
     hidden, weight, _, labels = example()
     labels[3] = label
-    with pytest.raises(ValueError, match=r"labels: that of token 3 is .*outside of the vocabulary"):
+    with pytest.raises(ValueError, match=r"labels: token 3 has .*outside of the vocabulary"):
         KERNELS[name](hidden, weight, labels)
 
 
@@ -219,7 +219,7 @@ SPLITS = {
     ),
     "a gap": (
         {"vocab_start": lambda rank: 6 * rank},
-        "labels: that of token . is outside of the vocabulary, the rows of",
+        "labels: token . has a label outside of the vocabulary, the rows of",
     ),
 }
 

@@ -366,9 +366,9 @@ BAD_MASKS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "none": (lambda mask: None, "None: expected"),
     "list": (lambda mask: mask.tolist(), r"\[True, .*: expected"),
     "row": (lambda mask: mask[None], r"\[1, \d+\]: expected"),
-    "half": (lambda mask: mask * 0.5, "holds 0.5: expected 0 and 1 alone"),
-    "weight": (lambda mask: mask * 2, "holds 2: expected 0 and 1 alone"),
-    "nan": (lambda mask: torch.where(mask, nan, 0.0), "holds nan: expected 0 and 1 alone"),
+    "half": (lambda mask: mask * 0.5, "holds 0.5: expected only 0 and 1"),
+    "weight": (lambda mask: mask * 2, "holds 2: expected only 0 and 1"),
+    "nan": (lambda mask: torch.where(mask, nan, 0.0), "holds nan: expected only 0 and 1"),
     "elsewhere": (lambda mask: mask.to("meta"), "is on meta: expected cpu"),
 }
 
@@ -393,8 +393,8 @@ def test_sequences_of_masked_tokens_have_no_effect(name: str, garbage: int, dtyp
 @pytest.mark.parametrize(
     ("sequence", "message"),
     [
-        (torch.full((12,), -1), "sequence: that of token 0 is -1, outside of the pack's sequences 0 to 3"),
-        (torch.arange(12), "sequence: that of token 4 is 4, outside of the pack's sequences 0 to 3"),
+        (torch.full((12,), -1), "sequence: token 0 has -1, outside of the pack's sequences 0 to 3"),
+        (torch.arange(12), "sequence: token 4 has 4, outside of the pack's sequences 0 to 3"),
         (torch.zeros(12), "sequence is torch.float32: expected int64, int32 or int16"),
         (torch.zeros(12).to(torch.uint8), "sequence is torch.uint8"),
         (torch.zeros(5).long(), r"sequence \[5\]: expected \[12\], one for each token"),

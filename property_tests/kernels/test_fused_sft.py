@@ -325,7 +325,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "valid_tokens": ({"valid_tokens": -3}, "valid_tokens -3: expected a finite number from 0"),
     "sequences": ({"sequences": 1.5}, "sequences 1.5: expected an integer from 0"),
     "no mask": ({"mask": None}, "mask None: expected a tensor"),
-    "another number": ({"real": torch.full((4,), 0.5)}, "real holds 0.5: expected 0 and 1 alone"),
+    "another number": ({"real": torch.full((4,), 0.5)}, "real holds 0.5: expected only 0 and 1"),
     "another shape": ({"mask": torch.ones(4, 1)}, r"mask \[4, 1\]: expected \[4\], one entry for each of labels"),
     "sequence": ({"sequence": torch.zeros(3)}, r"sequence \[3\]: expected \[4\], one for each token, as labels"),
 }

@@ -208,7 +208,7 @@ def test_another_adapter_in_backward_raises_an_error() -> None:
     head = seeded(Switched)
     logprobs = tiled_token_logprobs(head, hidden, labels).logprobs
     head.active = 1
-    with pytest.raises(RuntimeError, match="forward used its weight, and backward does not; leave the head as it was"):
+    with pytest.raises(RuntimeError, match="forward used its weight, but backward does not; leave the head as it was"):
         logprobs.sum().backward()
 
 
@@ -395,7 +395,7 @@ def test_a_label_outside_of_the_vocabulary_is_refused(label: int, tiles: int) ->
     hidden, labels = batch()
     head = seeded(LoraHead)
     labels[6] = label
-    with pytest.raises(ValueError, match=f"labels: that of token 6 is {label}, .*give tokens .* ignore_index"):
+    with pytest.raises(ValueError, match=f"labels: token 6 has {label}, .*give tokens .* ignore_index"):
         tiled_token_logprobs(head, hidden, labels, tiles=tiles)
     with unchecked_values():
         found = tiled_token_logprobs(head, hidden, labels, tiles=tiles).logprobs

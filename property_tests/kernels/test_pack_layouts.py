@@ -216,10 +216,13 @@ ROWS = (
 )
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "no start": (lambda: Pack.of(torch.tensor([1, 3])), "cu_seqlens [1, 3]: expected 0, and then no number below"),
+    "no start": (
+        lambda: Pack.of(torch.tensor([1, 3])),
+        "cu_seqlens [1, 3]: expected 0 first, and then numbers that never decrease",
+    ),
     "lengths that shrink": (
         lambda: Pack.of(torch.tensor([0, 4]), torch.tensor([0, -4])),
-        "cu_seqlens_padded [0, -4]: expected 0, and then no number below",
+        "cu_seqlens_padded [0, -4]: expected 0 first, and then numbers that never decrease",
     ),
     "lengths that are no integers": (
         lambda: Pack.of(torch.tensor([0, 2.5])),

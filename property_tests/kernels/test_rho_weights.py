@@ -193,7 +193,7 @@ def test_sequences_over_ranks(make_world: MakeWorld, options: dict[str, Any]) ->
 
 
 WRONG: dict[str, tuple[Callable[[RhoWeights], Any], str]] = {
-    "negative": (lambda w: w.weight - 5, "rho: the weight of token 0 is -.*, expected a finite one from 0"),
+    "negative": (lambda w: w.weight - 5, "rho: the weight of token 0 is -.*, expected a finite number from 0"),
     "nan": (lambda w: w.weight * nan, "rho: the weight of token 0 is nan"),
     "infinite": (lambda w: w._replace(weight=w.weight + inf), "rho: the weight of token 0 is inf"),
     "column": (lambda w: w.weight[:, None], r"rho.weight \[12, 1\]: expected \[12\], one for each token, as logprobs"),

@@ -446,7 +446,7 @@ def with_scale(values: TokenLogprobs, tile: slice) -> tuple[Tensor, Metrics]:
         ({"temperature": 0.0}, "temperature 0.0: expected a finite number above 0"),
         ({"labels": torch.zeros(3, dtype=torch.long)}, r"hidden \[7, 4\] and labels \[3\]: layout 'bsh' expects"),
         ({"mask": torch.ones(3, dtype=torch.bool)}, r"mask \[3\]: expected \[7\], one entry for each of labels"),
-        ({"mask": torch.ones(7), "labels": torch.arange(3, 10)}, "labels: that of token 6 is 9, outside of the vocab"),
+        ({"mask": torch.ones(7), "labels": torch.arange(3, 10)}, "labels: token 6 has 9, outside of the vocab"),
         ({"loss_of_tile": lambda v, _: (v.logprobs, {})}, r"loss_of_tile returned a loss \[7\]: expected a scalar"),
         ({"loss_of_tile": with_scale}, r"loss_of_tile uses a Tensor \[\] that needs a gradient, which would be lost"),
         (
@@ -471,12 +471,12 @@ def test_bad_arguments_raise_errors_that_name_them(changes: dict[str, Any], mess
         ({"loss_fn": "ppo"}, "loss_fn 'ppo': expected 'dapo' or 'cispo'"),
         ({"unfiltered_logprobs": torch.zeros(7)}, "unfiltered_logprobs: expected none, since they are computed here"),
         ({"advantages": torch.zeros(8)}, r"advantages \[8\]: expected \[7\], one for each token"),
-        ({"rho": torch.full((7,), -1.0)}, "rho: the weight of token 0 is -1, expected a finite one from 0"),
+        ({"rho": torch.full((7,), -1.0)}, "rho: the weight of token 0 is -1, expected a finite number from 0"),
         ({"valid_tokens": torch.tensor(-1)}, "valid_tokens -1: expected a finite number from 0"),
         ({"top_k": 0}, "top_k 0: expected an integer from 1"),
         ({"top_p": 2.0}, "top_p 2.0: expected a finite number"),
         ({"rho": RHO["of sequences"], "vllm_logprobs": None}, "vllm_logprobs None: expected"),
-        ({"rho": RHO["of sequences"], "sequence": torch.full((7,), 5)}, "sequence: that of token 0 is 5, outside of"),
+        ({"rho": RHO["of sequences"], "sequence": torch.full((7,), 5)}, "sequence: token 0 has 5, outside of"),
     ],
 )
 def test_bad_arguments_of_grpo_raise_errors_that_name_them(changes: dict[str, Any], message: str) -> None:

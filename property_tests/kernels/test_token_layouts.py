@@ -84,15 +84,15 @@ def ones(*shape: int) -> Tensor:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "Megatron's layout, not named": (
         lambda: flatten_tokens(ones(6, 2, 3), LABELS),
-        "hidden [6, 2, 3] and labels [2, 6]: layout 'bsh' expects hidden [2, 6, 3]; pass layout='sbh' if it lies so",
+        "hidden [6, 2, 3] and labels [2, 6]: layout 'bsh' expects hidden [2, 6, 3]; pass layout='sbh' if that is its",
     ),
     "Megatron's pack, not named": (
         lambda: flatten_tokens(ones(12, 1, 3), OF_PACK),
-        "layout 'bsh' expects hidden [1, 12, 3] or [12, 3]; pass layout='sbh' if it lies so",
+        "layout 'bsh' expects hidden [1, 12, 3] or [12, 3]; pass layout='sbh' if that is its layout",
     ),
     "a batch, named Megatron's": (
         lambda: flatten_tokens(ones(2, 6, 3), LABELS, "sbh"),
-        "layout 'sbh' expects hidden [6, 2, 3]; pass layout='bsh' if it lies so",
+        "layout 'sbh' expects hidden [6, 2, 3]; pass layout='bsh' if that is its layout",
     ),
     "logits": (
         lambda: flatten_tokens(ones(6, 2, 99), LABELS, name="logits"),

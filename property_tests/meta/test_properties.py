@@ -71,7 +71,7 @@ def test_a_property_says_to_whom_it_applies_and_what_it_costs() -> None:
 def test_a_second_property_of_the_same_name_is_refused() -> None:
     first = lossgate.property("harmless")(nothing_wrong)
     for name in ("harmless", "agreement"):
-        with pytest.raises(UsageError, match=f"property\\('{name}'\\): there is one of that name already"):
+        with pytest.raises(UsageError, match=f"property\\('{name}'\\): another property has this name"):
             lossgate.property(name)(always_wrong)
     assert PROPERTIES["harmless"] is first
 

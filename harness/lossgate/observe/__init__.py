@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of a kernel uses: memory on each rank, and traffic between ranks."""
+"""Measures what a call of a kernel uses: memory on each rank, and traffic between ranks."""
 
 from lossgate.observe.call import Use, observe
 from lossgate.observe.memory import MadeTensor, MemoryWatch, Phase

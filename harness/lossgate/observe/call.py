@@ -17,16 +17,16 @@ from lossgate.worlds.simulated.world import SimulatedWorld
 
 @dataclass(frozen=True)
 class Use:
-    """What a call uses on a rank; or on the rank that uses most, of each."""
+    """What a call uses on one rank, or the most that it uses on any of several ranks."""
 
     largest: Mapping[Phase, MadeTensor | None]
     """The tensor with the most elements that each phase makes."""
     peak: Mapping[Phase, int]
-    """The most bytes that live at a time in each phase, without inputs."""
+    """The most bytes that are alive at a time in each phase, without inputs."""
     saved: int
-    """Bytes that live between forward and backward, without inputs and outputs."""
+    """Bytes that are alive between forward and backward, without inputs and outputs."""
     collectives: Sequence[Collective]
-    """In order."""
+    """The collectives and sends, in order."""
     host_waits: Sequence[str]
     """The operations that need a value on the host, in order."""
     largest_input: int
@@ -34,7 +34,7 @@ class Use:
 
     @property
     def bytes(self) -> int:
-        """Of all that the rank brings to collectives."""
+        """Bytes of all tensors that the rank brings to collectives."""
         return sum(collective.bytes for collective in self.collectives)
 
     @property
@@ -46,7 +46,7 @@ class Use:
         return max(self.peak.values())
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Returns how many collectives of each kind and group there are, and their bytes."""
+        """Returns the number and the bytes of the collectives, by kind and group."""
         calls, sizes = Counter[str](), Counter[str]()
         for collective in self.collectives:
             calls[str(collective)] += 1
@@ -55,11 +55,11 @@ class Use:
 
 
 def observe(case: Case, batch: GlobalBatch) -> Use:
-    """Runs a case once on every rank and returns what it used.
+    """Runs a case once on every rank and returns the most that it used on any rank.
 
     Args:
         case: the candidate, the problem and the world.
-        batch: as the ranks hold it.
+        batch: the batch in the layout of the problem, with padding.
 
     Raises:
         RankFailure: if a rank failed.
@@ -89,12 +89,12 @@ def observe_rank(call: RankCall) -> Use:
 
 
 def _most(ranks: Sequence[Use]) -> Use:
-    """Returns the most that any rank uses, of each."""
+    """Returns the most that any rank uses, for each resource by itself."""
     return Use(
         largest={phase: _largest(use.largest[phase] for use in ranks) for phase in ranks[0].largest},
         peak={phase: max(use.peak[phase] for use in ranks) for phase in ranks[0].peak},
         saved=max(use.saved for use in ranks),
-        collectives=max((use.collectives for use in ranks), key=lambda made: (len(made), sum(c.bytes for c in made))),
+        collectives=max(ranks, key=lambda use: (len(use.collectives), use.bytes)).collectives,
         host_waits=max((use.host_waits for use in ranks), key=len),
         largest_input=max(use.largest_input for use in ranks),
     )

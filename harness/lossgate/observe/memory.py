@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that a call uses, seen by each operation that torch dispatches.
+"""Measures the memory that a call uses, from the operations that torch dispatches.
 
-It counts what operations make: on a CPU and without an allocator's statistics, so that it is the
-same everywhere. What a single operation of torch makes and drops inside is not seen.
+It counts the tensors that operations return. It works on a CPU and reads no allocator's statistics,
+so numbers are the same everywhere. It can't see what a single operation makes and drops inside.
 """
 
 import weakref
@@ -33,9 +33,9 @@ _ON_HOST = (
     "unique_consecutive",
     "unique_dim",
 )
-"""Operations whose result, or its size, hangs on values: a host waits there for its device."""
+"""Operations whose result, or its size, depends on values: the host waits there for a GPU."""
 _INDEXES = ("index", "index_put", "_index_put_impl")
-"""They do if an index is a mask."""
+"""Operations for which the host waits only if an index is a mask."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class MadeTensor:
     """A tensor that an operation made."""
 
     elements: int
-    """Of its storage: an expanded view of one number has one."""
+    """The number of elements in its storage. A number that is expanded to a large view has one."""
     bytes: int
+    """The size of its storage."""
     shown: str
     """Its dtype and shape, such as ``float32[16, 512]``."""
     operation: str
@@ -52,37 +53,38 @@ class MadeTensor:
 
 
 class MemoryWatch(DispatchMode):
-    """Watches what is made while it is on, and what of that lives.
+    """Watches the tensors that are made while it is on, and which of them are alive.
 
-    It is on in the thread that enters it, and in backward. Collectives are seen where torch
-    dispatches them, which the simulated world does not: it has a log of its own.
+    It is on in the thread that enters it, and in backward. It sees the collectives that torch
+    dispatches. Torch does not dispatch those of the simulated world, which has a log of its own.
     """
 
     def __init__(self, inputs: Iterable[Tensor] = (), axes: Mapping[str, str] = MappingProxyType({})) -> None:
         """Prepares to watch.
 
         Args:
-            inputs: tensors that are not counted, nor are views of them.
-            axes: labels of process groups, by their names.
+            inputs: tensors that do not count. Their views do not count either.
+            axes: labels of process groups, by the names of the groups.
         """
         super().__init__()
         self._axes = axes
-        self._inputs = [tensor.untyped_storage() for tensor in inputs]  # kept, so that no other takes their place
+        self._inputs = [tensor.untyped_storage() for tensor in inputs]
+        """Kept alive, so that no other storage gets their address."""
         self._known = {storage._cdata for storage in self._inputs}
         self._alive: dict[int, int] = {}
         self.alive = 0
-        """Bytes of what was made and lives."""
+        """Bytes of the tensors that were made and are alive."""
         self.phase: Phase = "forward"
         self.peak: dict[Phase, int] = {"forward": 0, "backward": 0}
         """Most bytes alive at a time."""
         self.largest: dict[Phase, MadeTensor | None] = {"forward": None, "backward": None}
         """The tensor with the most elements."""
         self.sizes: set[int] = set()
-        """Elements of each tensor that an operation returned, views among them."""
+        """The numbers of elements of the tensors that operations returned, views included."""
         self.host_waits: list[str] = []
         """Operations that need a value on the host, in order."""
         self.collectives: list[Collective] = []
-        """Those that torch dispatched, in order."""
+        """The collectives that torch dispatched, in order."""
 
     @contextmanager
     def during(self, phase: Phase) -> Generator[None]:
@@ -99,16 +101,16 @@ class MemoryWatch(DispatchMode):
     @property
     def largest_bytes(self) -> int:
         """Bytes of the tensor with the most elements, in any phase."""
-        made = [one for one in self.largest.values() if one is not None]
-        return max(made, key=lambda one: one.elements).bytes if made else 0
+        made = [largest for largest in self.largest.values() if largest is not None]
+        return max(made, key=lambda tensor: tensor.elements).bytes if made else 0
 
     def alive_without(self, tensors: Collection[Tensor]) -> int:
-        """Returns the bytes of what was made and lives, without these tensors."""
+        """Returns the bytes of tensors that were made and are alive, except the given tensors."""
         left_out = {tensor.untyped_storage()._cdata for tensor in tensors}
         return sum(size for key, size in self._alive.items() if key not in left_out)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_traceable_wrapper_subclass_type, types)):  # as a DTensor: its own operations come next
+        if any(map(is_traceable_wrapper_subclass_type, types)):  # such as DTensor: its inner operations come next
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if _needs_values(func, args):
@@ -142,6 +144,6 @@ class MemoryWatch(DispatchMode):
 def _needs_values(operation: Any, args: Any) -> bool:
     """Returns whether the host needs values of tensors for an operation."""
     name = base_name(operation)
-    if name not in _INDEXES:
-        return name in _ON_HOST
-    return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+    if name in _INDEXES:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return name in _ON_HOST

@@ -45,29 +45,30 @@ _BROUGHT: Mapping[str, tuple[str, int]] = {
     "_c10d_functional::all_to_all_single": ("all_to_all_single", 0),
     "_c10d_functional::broadcast": ("broadcast", 0),
 }
-"""What torch dispatches: the name of the function, and which argument a rank brings."""
+"""For each operator that torch dispatches: the name of its function in ``torch.distributed``, and
+the position of the argument that holds the tensors of the rank."""
 _NAMESPACES = ("c10d", "_c10d_functional")
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective, or a send, of one rank over a group of several."""
+    """A rank's call of a collective, or of a send, over a group of several ranks."""
 
     name: str
-    """Of the function in ``torch.distributed``."""
+    """The name of the function in ``torch.distributed``."""
     group: str
-    """The axis, such as "tp"; or what the group is called."""
+    """The axis, such as "tp", or torch's description of a group that is no axis."""
     shown: str
-    """Dtypes and shapes of what the rank brings."""
+    """Dtypes and shapes of the tensors that the rank brings."""
     bytes: int
-    """Of what the rank brings."""
+    """Bytes of the tensors that the rank brings."""
 
     def __str__(self) -> str:
         return f"{self.name} over {self.group}"
 
 
 def axes_of(mesh: DeviceMesh) -> dict[str, str]:
-    """Returns the axes of a mesh, by the names of their groups."""
+    """Returns the axes of a mesh that have several ranks, by the names of their groups."""
     return {mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names or () if mesh[axis].size() > 1}
 
 
@@ -75,20 +76,22 @@ def brought(operation: Any, args: Sequence[Any], axes: Mapping[str, str]) -> Ite
     """Yields the collective that torch dispatches, if it is one over several ranks.
 
     Args:
-        operation: what torch dispatches.
+        operation: the operator that torch dispatches.
         args: its arguments.
-        axes: the labels of groups, by their names. Others have that which torch gives them.
+        axes: the labels of groups, by the names of the groups. Others get torch's description.
     """
     if operation.namespace not in _NAMESPACES:
         return
     schema = operation._schema.name
-    if schema in _BROUGHT and (group := _group_of(args)) is not None and group.size() > 1:
-        name, at = _BROUGHT[schema]
-        there = tree_leaves(args[at]) if name != "barrier" else ()  # torch gives a barrier a tensor of its own
-        tensors = [leaf for leaf in there if isinstance(leaf, Tensor)]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        label = axes.get(group.group_name, group.group_desc)
-        yield Collective(name, label, ", ".join(map(show, tensors)), size)
+    group = _group_of(args) if schema in _BROUGHT else None
+    if group is None or group.size() < 2:
+        return
+    name, position = _BROUGHT[schema]
+    leaves = tree_leaves(args[position]) if name != "barrier" else ()  # torch gives a barrier a tensor of its own
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    label = axes.get(group.group_name, group.group_desc)
+    yield Collective(name, label, ", ".join(map(show, tensors)), size)
 
 
 def _group_of(args: Sequence[Any]) -> dist.ProcessGroup | None:
@@ -100,9 +103,9 @@ def _group_of(args: Sequence[Any]) -> dist.ProcessGroup | None:
 
 
 def logged(log: Sequence[Logged], rank: int) -> tuple[Collective, ...]:
-    """Returns what a rank of a simulated world brought, from the log of its last run."""
+    """Returns the collectives and sends of a rank of a simulated world, from the log of a run."""
     return tuple(
-        Collective(one.collective, one.label, one.shown, one.bytes)
-        for one in log
-        if one.rank == rank and one.members > 1
+        Collective(line.collective, line.label, line.shown, line.bytes)
+        for line in log
+        if line.rank == rank and line.members > 1
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a candidate is held to.
+"""The properties that candidates must have.
 
 Importing this package registers all properties, agreement first.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A property of bad input: a kernel refuses what it says it refuses."""
+"""The property ``bad-inputs``: a kernel refuses the bad input that it declares to refuse."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from lossgate.properties.registry import Checked, property
 from lossgate.worlds.base import RankRaised
 
 _BROADCAST = 2
-"""One token less than these is a single one, which torch broadcasts to any number."""
+"""With one token less than this, a single one is left, which torch broadcasts to any number."""
 
 
 @property(
@@ -22,7 +22,7 @@ _BROADCAST = 2
     applies=lambda candidate: bool(candidate.refuses),
     fits=lambda case: case.world.repeatable and bool(_trained(case).any()),
     runs=3,
-    remedy="raise an error, or take the kind out of refuses",
+    remedy="raise an error, or remove this kind of input from refuses",
     shrinks=False,
 )
 def bad_inputs(case: Case) -> Checked:
@@ -39,13 +39,14 @@ def bad_inputs(case: Case) -> Checked:
 
 
 def _takes(case: Case, how: How[bool], batch: GlobalBatch) -> bool:
-    """Returns whether a call in which some rank gets bad input raises nothing."""
+    """Returns whether some rank gets bad input, and no rank raises an error."""
     try:
         return any(case.on_ranks(how, batch=batch))
     except RankRaised:
         return False
-    except CandidateError as error:  # it returned something of a wrong shape
-        return not isinstance(error.__cause__, UsageError)
+    except CandidateError as error:
+        refused = isinstance(error.__cause__, UsageError)  # else it returned something wrong, such as a wrong shape
+        return not refused
 
 
 def _as_given(call: RankCall) -> bool:
@@ -54,23 +55,25 @@ def _as_given(call: RankCall) -> bool:
 
 
 def _with_short_ids(call: RankCall) -> bool:
-    """Calls a kernel with labels, or ids, that are one too short; returns whether they are."""
+    """Calls a kernel with one label or id too few. Returns whether there were enough to leave one
+    out.
+    """
     name = "labels" if "labels" in call.tensors else "input_ids"
     ids = call.tensors[name]
-    cut = ids.shape[-1] > _BROADCAST
-    if cut:
+    enough = ids.shape[-1] > _BROADCAST
+    if enough:
         call.replace(**{name: ids[..., :-1]})
     plainly(call)
-    return cut
+    return enough
 
 
 def _trained(case: Case) -> Tensor:
-    """Returns which tokens of the padded pack are trained."""
+    """Returns the mask of the trained tokens of the padded pack."""
     return ~untrained(case.candidate.spec, case.placed.batch.known)["token"]
 
 
 def _with_label(batch: GlobalBatch, token: int, label: int) -> GlobalBatch:
-    """Returns the batch with another label of a token, and so another id of the next one."""
+    """Returns the batch with another label of a token, which is also the id of the next token."""
     labels, ids = batch.fields["labels"].clone(), batch.fields["input_ids"].clone()
     labels[token] = ids[token + 1] = label  # the last token of a sequence is not trained
     return replace(batch, fields={**batch.fields, "labels": labels, "input_ids": ids})

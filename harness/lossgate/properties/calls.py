@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of calls: what a kernel keeps from one to the next, and how backward may be called."""
+"""Properties of calls: calls do not disturb one another, and backward is called in unusual ways."""
 
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -20,8 +20,8 @@ from lossgate.problems.batch import GlobalBatch
 from lossgate.properties.registry import Checked, called, property
 
 _SECOND = -2.0
-"""What multiplies the upstream gradients of a second backward. With 1, a gradient that the second
-call overwrites would look right. It is exact in every dtype, and so is the sum."""
+"""The factor on the upstream gradients of a second backward. With a factor of 1 it would look right
+if the second call overwrites the gradient of the first. -2 and 1 - 2 are exact in every dtype."""
 
 
 @property(
@@ -30,17 +30,17 @@ call overwrites would look right. It is exact in every dtype, and so is the sum.
     remedy="keep nothing from one call to the next, and write to no tensor that a call returned or saved",
 )
 def same_call_twice(case: Case) -> Checked:
-    """A call between forward and backward, and before the same call again, changes nothing."""
+    """Another call between forward and backward, or between two equal calls, changes nothing."""
     return _in_between(case, case.placed.batch, "other numbers")
 
 
 @property(
     "after-another-shape",
     runs=3,
-    remedy="key what is kept by every shape, dtype and option that it depends on, or keep nothing",
+    remedy="key each kept value by every shape, dtype and option that it depends on, or keep nothing",
 )
 def after_another_shape(case: Case) -> Checked:
-    """The same with a call of other sizes in between."""
+    """A call of other sizes between forward and backward, or between two calls, changes nothing."""
     problem = case.problem
     other = replace(
         problem, lengths=problem.lengths * 2, masks=problem.masks * 2, vocab=2 * problem.vocab, seed=problem.seed + 1
@@ -48,37 +48,45 @@ def after_another_shape(case: Case) -> Checked:
     return _in_between(case, lay_out(BoundProblem(case.candidate.spec, other).unmasked, other), "other sizes")
 
 
-def _in_between(case: Case, other: GlobalBatch, what: str) -> Checked:
-    """Compares calls before and after another one with a plain one: bit by bit, or by the judge
-    where sums have another order in each call.
+def _in_between(case: Case, other: GlobalBatch, other_what: str) -> Checked:
+    """Compares two calls with a plain call: one around a call with another batch, and one after it.
+
+    The comparison is bit by bit, or by the judge if each call adds up in another order.
     """
     by_rank = case.on_ranks(_Around(other))
-    before, after = ([calls[number] for calls in by_rank] for number in (0, 1))
+    around, after = ([calls[number] for calls in by_rank] for number in (0, 1))
     if not case.world.repeatable or case.problem.reduction_order == "permuted":
-        found = (called("before another call", case.judged(before)), called("after it", case.judged(after)))
+        found = (called("before another call", case.judged(around)), called("after it", case.judged(after)))
         return Checked(comparisons=tuple(chain.from_iterable(found)))
-    faults = [
-        f"{output} has other bits with a call of {what} between forward and backward" for output in case.unequal(before)
-    ]
-    faults += [f"{output} has other bits after a call of {what}" for output in case.unequal(after)]
+    between = f"with a call of {other_what} between forward and backward"
+    faults = [f"{output} has other bits {between}" for output in case.unequal(around)]
+    faults += [f"{output} has other bits after a call of {other_what}" for output in case.unequal(after)]
     return Checked(faults=tuple(faults))
 
 
 @dataclass(frozen=True)
 class _Around:
-    """Calls a kernel before and after a call with another batch, or with the same batch and other
-    numbers. The first call's backward comes after that.
+    """Calls a kernel with another call between forward and backward, and then once more.
+
+    The other call has another batch, or the same batch with other numbers.
     """
 
     batch: GlobalBatch
 
     def __call__(self, call: RankCall) -> tuple[RankOutputs, RankOutputs]:
         outputs = call.forward()
-        other = RankCall(call.candidate, call.options, self.batch, call.context)
-        other.replace(**{name: (-leaf.detach()).requires_grad_() for name, leaf in other.leaves.items()})
-        plainly(other)
+        plainly(self._other(call))  # only what it leaves behind matters
         call.backward(outputs)
-        return call.collect(outputs), plainly(call.again())
+        around = call.collect(outputs)
+        after = plainly(call.again())
+        return around, after
+
+    def _other(self, call: RankCall) -> RankCall:
+        """Returns a call with the other batch, and with differentiable inputs negated."""
+        other = RankCall(call.candidate, call.options, self.batch, call.context)
+        negated = {name: (-leaf.detach()).requires_grad_() for name, leaf in other.leaves.items()}
+        other.replace(**negated)
+        return other
 
 
 @property(
@@ -104,7 +112,7 @@ def _accumulated(call: RankCall) -> RankOutputs:
     remedy="use ctx.save_for_backward, and do not write to what was saved: multiply out of place",
 )
 def second_backward(case: Case) -> Checked:
-    """A second backward through the same graph adds its gradients, or is refused by an error."""
+    """A second backward through the same graph adds its gradients, or raises an error."""
     ways = {"with retain_graph": True, "without retain_graph": False}
     found = (called(words, case.judged(case.on_ranks(_BackwardTwice(way)))) for words, way in ways.items())
     return Checked(comparisons=tuple(chain.from_iterable(found)))
@@ -117,17 +125,19 @@ class _BackwardTwice:
     retain_graph: bool
 
     def __call__(self, call: RankCall) -> RankOutputs:
-        outputs, once = call.forward(), None
+        outputs, after_one = call.forward(), None
         try:
             call.backward(outputs, retain_graph=self.retain_graph)
-            once = call.collect(outputs)
+            after_one = call.collect(outputs)
             call.backward(outputs, _SECOND, retain_graph=self.retain_graph)
         except LossgateError:  # of the world, or about the declaration
             raise
-        except Exception:  # it is refused, by torch or by the kernel: nobody can take it for a gradient
-            if once is None and not self.retain_graph:  # that was a plain call
+        except Exception:  # torch or the kernel refuses: nobody can take that for a gradient
+            if after_one is not None:
+                return after_one
+            if not self.retain_graph:  # the first backward was that of a plain call
                 raise
-            return plainly(call.again()) if once is None else once
+            return plainly(call.again())
         return call.collect(outputs, divided_by=1 + _SECOND)
 
 
@@ -144,8 +154,8 @@ def checkpointing(case: Case) -> Checked:
 
 
 def _checkpointed_reentrant(call: RankCall) -> RankOutputs:
-    """Calls a kernel as torch.utils.checkpoint does with use_reentrant=True. That itself would load
-    torch's compiler.
+    """Calls a kernel as torch.utils.checkpoint does with use_reentrant=True, without calling that
+    function: it would load torch's compiler.
     """
     kept: list[Outputs] = []
 
@@ -165,36 +175,51 @@ def _checkpointed_reentrant(call: RankCall) -> RankOutputs:
 
 
 def _checkpointed(call: RankCall) -> RankOutputs:
-    """Calls a kernel as torch.utils.checkpoint does with use_reentrant=False: what forward saves is
-    let go, and backward takes what a second forward saves.
+    """Calls a kernel as torch.utils.checkpoint does with use_reentrant=False: the tensors that
+    forward saves are dropped, and backward gets those that a second forward saves.
     """
-    first, again = list[Tensor](), list[Tensor]()
-    ended = False
-
-    def pack_first(tensor: Tensor) -> int:
-        first.append(tensor.detach())
-        return len(first) - 1
-
-    def pack_again(tensor: Tensor) -> Tensor:
-        again.append(tensor.detach())
-        return tensor
-
-    def unpack_first(number: int) -> Tensor:
-        if not ended:  # a backward inside forward
-            return first[number]
-        if not again:
-            with torch.enable_grad(), saved_tensors_hooks(pack_again, lambda tensor: tensor):
-                call.forward()
-            if len(again) != saved:
-                raise CandidateError(
-                    f"candidate {call.candidate.name!r} on rank {call.context.rank} saves {saved} tensors in "
-                    f"forward, and {len(again)} if forward is run again in backward; save the same each time"
-                )
-        return again[number]
-
-    with saved_tensors_hooks(pack_first, unpack_first):
+    saved = _SavedAgain(call)
+    with saved_tensors_hooks(saved.pack, saved.unpack):
         outputs = call.forward()
-    saved, ended = len(first), True
-    first.clear()
+    saved.drop()
     call.backward(outputs)
     return call.collect(outputs)
+
+
+class _SavedAgain:
+    """The tensors that forward saves. After ``drop`` they are those of a second forward."""
+
+    def __init__(self, call: RankCall) -> None:
+        self._call = call
+        self._first: list[Tensor] = []
+        self._again: list[Tensor] = []
+        self._dropped: int | None = None
+        """How many tensors were dropped; None before."""
+
+    def pack(self, tensor: Tensor) -> int:
+        self._first.append(tensor.detach())
+        return len(self._first) - 1
+
+    def drop(self) -> None:
+        self._dropped = len(self._first)
+        self._first.clear()
+
+    def unpack(self, number: int) -> Tensor:
+        if self._dropped is None:  # a backward inside forward
+            return self._first[number]
+        if not self._again:
+            self._run_again(self._dropped)
+        return self._again[number]
+
+    def _run_again(self, expected: int) -> None:
+        def pack(tensor: Tensor) -> Tensor:
+            self._again.append(tensor.detach())
+            return tensor
+
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
+            self._call.forward()
+        if len(self._again) != expected:
+            raise CandidateError(
+                f"candidate {self._call.candidate.name!r} on rank {self._call.context.rank} saves {expected} tensors "
+                f"in forward, but {len(self._again)} if forward runs again in backward; save the same tensors each time"
+            )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A property of devices, which needs no GPU."""
+"""The property ``device``, which needs no GPU."""
 
 from collections import Counter
 
@@ -8,14 +8,14 @@ from lossgate.observe.fake_device import DIED, HUNG, KernelRaised, has_fake_devi
 from lossgate.properties.registry import Checked, property
 
 _RANKS = 2
-"""Ranks on an axis, at most: more of them take no other branches."""
+"""The most ranks on an axis. With more ranks, kernels take no other branches."""
 _TRIES = 3
-"""Problems on which a candidate that can't run on the fake device is tried there."""
+"""The number of problems on which a candidate is tried that can't run on the fake device."""
 _FAILED: Counter[str] = Counter()
-"""How often candidates could not be run there, by their sources. A hang or a crash counts as
+"""How often each candidate could not run there, by its source. A hang or a crash counts as
 ``_TRIES`` failures."""
 _RAN: set[str] = set()
-"""The sources of candidates that did run there on some problem."""
+"""The sources of candidates that ran there on some problem."""
 
 
 @property(
@@ -24,7 +24,7 @@ _RAN: set[str] = set()
     remedy="make tensors on the device of an input, as torch.zeros(n, device=x.device), and read no values on the host",
 )
 def device(case: Case) -> Checked:
-    """On another device than the CPU, no operation meets tensors of two devices."""
+    """On a device other than the CPU, no operation mixes tensors of two devices."""
     source = case.candidate.source
     if _FAILED[source] >= _TRIES:
         return Checked(says_nothing=True)

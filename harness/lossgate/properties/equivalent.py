@@ -25,6 +25,7 @@ from lossgate.properties.registry import Checked, property
 from lossgate.specs.outputs import Output
 
 _COMMON: Mapping[str, Dims] = dict.fromkeys(("input_ids", "labels", "mask", "sequence"), ("token",))
+"""The dims of the fields that every batch has."""
 
 
 @property(
@@ -33,38 +34,41 @@ _COMMON: Mapping[str, Dims] = dict.fromkeys(("input_ids", "labels", "mask", "seq
     remedy="start and end sequences where cu_seqlens says, and carry nothing from one to the next",
 )
 def sequence_order(case: Case) -> Checked:
-    """Sequences in the opposite order give the same."""
+    """Sequences in the opposite order give the same results."""
     sequences, problem = _turned(case.problem)
-    of = {"token": _tokens_of(case.problem, sequences), "sequence": torch.tensor(sequences)}
-    batch = _reordered(case.bound.batch, case.candidate, of)
+    order = {"token": _tokens_of(case.problem, sequences), "sequence": torch.tensor(sequences)}
+    batch = _reordered(case.bound.batch, case.candidate, order)
     number = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(problem.lengths))
     batch = replace(batch, partition=problem.unsharded.partition, fields={**batch.fields, "sequence": number})
     result = case.whole(case.on_ranks(batch=lay_out(batch, problem)), problem.partition)
-    return Checked(comparisons=_judged(case, result, of, problem, batch))
+    return Checked(comparisons=_judged(case, result, order, problem, batch))
 
 
 def _turned(problem: Problem) -> tuple[list[int], Problem]:
-    """Returns the sequences in the opposite order, and the problem of them."""
+    """Returns the numbers of the sequences with the groups in the opposite order, and the problem
+    in that order.
+    """
     sequences = [s for group in reversed(_groups(problem)) for s in group]
-    lengths, masks = (tuple(of[s] for s in sequences) for of in (problem.lengths, problem.masks))
+    lengths = tuple(problem.lengths[s] for s in sequences)
+    masks = tuple(problem.masks[s] for s in sequences)
     return sequences, replace(problem, lengths=lengths, masks=masks, forced_labels=(), outliers=())
 
 
 def _may_be_turned(case: Case) -> bool:
-    """Returns whether dp ranks then have a token, if the candidate must be given one."""
+    """Returns whether each dp rank has a token in that order, if the candidate needs one."""
     _, turned = _turned(case.problem)
     idle = takes_idle_ranks(case.candidate)
     return Placement(turned.layout, turned.vocab_split, turned.pad_to_multiple, idle=idle).fills(turned)
 
 
 def _groups(problem: Problem) -> list[range]:
-    """Returns the numbers of the sequences that belong together."""
+    """Returns the numbers of the sequences of each group."""
     size = problem.group_size
     return [range(start, start + size) for start in range(0, len(problem.lengths), size)]
 
 
 def _tokens_of(problem: Problem, sequences: Sequence[int]) -> Tensor:
-    """Returns the numbers of the tokens of sequences, one sequence after the other."""
+    """Returns the numbers of the tokens of these sequences, one sequence after the other."""
     of_each = torch.arange(problem.tokens).split(list(problem.lengths))
     return torch.cat([of_each[s] for s in sequences])
 
@@ -75,73 +79,73 @@ def _tokens_of(problem: Problem, sequences: Sequence[int]) -> Tensor:
     remedy="give no row of the vocabulary a meaning of its own, the first and last rows of a shard or tile included",
 )
 def vocabulary_order(case: Case) -> Checked:
-    """The rows of the vocabulary in the opposite order, and ids that follow, give the same."""
+    """The rows of the vocabulary in the opposite order, and ids to match, give the same results."""
     batch, spec = case.bound.batch, case.candidate.spec
-    of = {"vocab": torch.arange(case.problem.vocab).flip(0)}
+    order = {"vocab": torch.arange(case.problem.vocab).flip(0)}
     holding_ids = [name for name in ("labels", "input_ids", spec.gathered_ids) if name is not None]
     ids = {name: case.problem.vocab - 1 - batch.fields[name] for name in holding_ids}
-    changed = _reordered(batch, case.candidate, of)
+    changed = _reordered(batch, case.candidate, order)
     changed = replace(changed, fields={**changed.fields, **ids})
     result = case.whole(case.on_ranks(batch=lay_out(changed, case.problem)))
-    return Checked(comparisons=_judged(case, result, of, case.problem, changed))
+    return Checked(comparisons=_judged(case, result, order, case.problem, changed))
 
 
 def _judged(
-    case: Case, result: Assembled, of: Mapping[str, Tensor], problem: Problem, batch: GlobalBatch
+    case: Case, result: Assembled, order: Mapping[str, Tensor], problem: Problem, batch: GlobalBatch
 ) -> tuple[Comparison, ...]:
-    """Compares what a call gave in another order with the reference.
+    """Compares the results of a call in another order with the reference.
 
-    Ranks hold other parts in another order. Where these cancel, to round each of them is worse. So
-    what disagrees by the noise of the problem is judged once more, by that of the other order.
+    In another order ranks hold other parts. If these cancel, rounding them makes larger errors. So
+    outputs that disagree by the noise of the problem are judged again by the noise of that order.
 
     Args:
-        case: of the problem.
-        result: what the call gave, in its order.
-        of: the order, by dim.
-        problem: in that order.
-        batch: the same.
+        case: the case of the problem, in its own order.
+        result: the results of the call, in the other order.
+        order: the other order, by dim.
+        problem, batch: the problem and the batch in the other order.
     """
-    found = case.judged(_put_back(result, of))
+    found = case.judged(_put_back(result, order))
     wrong = {one.output for one in found if not one.agrees}
     if not wrong:
         return found
     bound = BoundProblem(case.candidate.spec, problem)
     bound.unmasked = bound.batch = batch
     oracle = Oracle(case.candidate, PlacedProblem(bound, problem), result.outputs)
-    again = {one.output: one for one in case.compare(result, oracle.gradients, oracle) if one.output in wrong}
-    return tuple(again[one.output] if one.output in again and again[one.output].agrees else one for one in found)
+    again = case.compare(result, oracle.gradients, oracle)
+    right = {one.output: one for one in again if one.output in wrong and one.agrees}
+    return tuple(right.get(one.output, one) for one in found)
 
 
-def _reordered(batch: GlobalBatch, candidate: Candidate, of: Mapping[str, Tensor]) -> GlobalBatch:
+def _reordered(batch: GlobalBatch, candidate: Candidate, order: Mapping[str, Tensor]) -> GlobalBatch:
     """Returns a batch in another order.
 
     Args:
         batch: the whole batch without padding.
-        candidate: whose head says which dims the leaves have.
-        of: for each dim, which of its entries comes first, second, and so on.
+        candidate: its head says which dims the leaves have.
+        order: for each dim, the numbers of its entries in the other order.
     """
     dims = {**_COMMON, **batch.field_dims}
     leaf_dims = candidate.starts_at.leaves
-    of_cotangents = {name: ("token",) if one.dim() else () for name, one in batch.cotangents.items()}
+    cotangent_dims = {name: ("token",) if one.dim() else () for name, one in batch.cotangents.items()}
     return replace(
         batch,
-        leaves={name: _select(leaf, leaf_dims[name], of) for name, leaf in batch.leaves.items()},
-        fields={n: _select(field, dims[n], of) if n in dims else field for n, field in batch.fields.items()},
-        cotangents={name: _select(one, of_cotangents[name], of) for name, one in batch.cotangents.items()},
+        leaves={name: _select(leaf, leaf_dims[name], order) for name, leaf in batch.leaves.items()},
+        fields={name: _select(field, dims.get(name, ()), order) for name, field in batch.fields.items()},
+        cotangents={name: _select(one, cotangent_dims[name], order) for name, one in batch.cotangents.items()},
     )
 
 
-def _put_back(result: Assembled, of: Mapping[str, Tensor]) -> Assembled:
-    """Returns outputs in the order of the problem."""
-    back = {dim: order.argsort() for dim, order in of.items()}
+def _put_back(result: Assembled, order: Mapping[str, Tensor]) -> Assembled:
+    """Returns the outputs of a call in another order, in the order of the problem."""
+    back = {dim: numbers.argsort() for dim, numbers in order.items()}
     outputs = {output: _select(whole, output.dims, back) for output, whole in result.outputs.items()}
     return replace(result, outputs=outputs)
 
 
-def _select(tensor: Tensor, dims: Dims, of: Mapping[str, Tensor]) -> Tensor:
+def _select(tensor: Tensor, dims: Dims, order: Mapping[str, Tensor]) -> Tensor:
     for axis, dim in enumerate(dims):
-        if dim in of:
-            tensor = tensor.index_select(axis, of[dim])
+        if dim in order:
+            tensor = tensor.index_select(axis, order[dim])
     return tensor
 
 
@@ -152,27 +156,24 @@ def _select(tensor: Tensor, dims: Dims, of: Mapping[str, Tensor]) -> Tensor:
     remedy="divide the logits by the temperature, once, and their gradient by it, once",
 )
 def temperature(case: Case) -> Checked:
-    """Twice the logits at twice the temperature give the same."""
+    """Twice the logits at twice the temperature give the same results."""
     options, batch = _hotter(case), case.bound.batch
     assert options is not None
-    doubled = {name: leaf * 2 if name != "weight" else leaf for name, leaf in batch.leaves.items()}
+    doubled = {name: leaf if name == "weight" else leaf * 2 for name, leaf in batch.leaves.items()}
     changed = replace(batch, leaves=doubled)
-    reference = _reference(case, changed, options)
+    kept = case.kept(_rescaled(_reference(case, changed, options)))
     result = case.whole(case.on_ranks(batch=lay_out(changed, case.problem), options=options))
-    outputs = {output: _times(whole, output) for output, whole in result.outputs.items()}
-    kept = case.kept({output: _times(whole, output) for output, whole in reference.items()})
-    return Checked(comparisons=case.judged(replace(result, outputs=outputs), among=kept))
+    return Checked(comparisons=case.judged(replace(result, outputs=_rescaled(result.outputs)), among=kept))
 
 
-def _times(whole: Tensor, output: Output) -> Tensor:
-    """Doubles the gradient of what was doubled."""
-    return whole * 2 if output.kind == "gradient" and output.name != "weight" else whole
+def _rescaled(outputs: Mapping[Output, Tensor]) -> dict[Output, Tensor]:
+    """Doubles the gradients of the doubled leaves, which are half as large as before."""
+    halved = {output for output in outputs if output.kind == "gradient" and output.name != "weight"}
+    return {output: whole * 2 if output in halved else whole for output, whole in outputs.items()}
 
 
 def _hotter(case: Case) -> dict[str, Any] | None:
-    """Returns the options of a problem at twice the temperature; None if the candidate does not
-    support that.
-    """
+    """Returns the options at twice the temperature; None if the candidate does not support them."""
     spec, given = case.candidate.spec, case.problem.options
     name = spec.temperature
     if name is None or case.candidate.supported(name) is not ANY:

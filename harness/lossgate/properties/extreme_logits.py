@@ -22,13 +22,13 @@ from lossgate.specs.logit_filter import filters
 from lossgate.specs.outputs import Output
 
 _NATS = 120.0
-"""exp of it is no number in float32, and exp of minus it is 0."""
+"""In float32 exp(120) overflows, and exp(-120) is 0."""
 _ROOT = 32.0
 _FAR = -_ROOT * _ROOT
-"""The logit of an id that is hopeless. Every dtype holds it and ``_ROOT`` exactly."""
+"""The logit of a hopeless label. Every dtype holds it and ``_ROOT`` exactly."""
 _OF_LABELS = frozenset(("logprobs", "logsumexp", "unfiltered"))
-"""What a loss may use of each token where logits are -inf. In an entropy, torch's own operations
-multiply 0 by -inf."""
+"""The values of each token that a loss may use if logits are -inf. For an entropy, torch's own
+operations multiply 0 by -inf."""
 
 
 @property(
@@ -43,12 +43,13 @@ def extreme_logits(case: Case) -> Checked:
 
 
 def _moved(batch: GlobalBatch) -> GlobalBatch:
-    """Returns a batch with the logits of every other row up by some nats, and those of others down;
-    with a bias, all up.
+    """Returns a batch whose logits are higher in every other row and lower in the rows between. If
+    the leaf to change is the bias, all logits are higher.
     """
     name = "logits" if "logits" in batch.leaves else "bias"
     leaf = batch.leaves[name]
-    sign = 1 - 2 * (torch.arange(len(leaf))[:, None] % 2) if name == "logits" else 1
+    rows = torch.arange(len(leaf))[:, None]
+    sign = 1 - 2 * (rows % 2) if name == "logits" else 1
     moved = (leaf + sign * _NATS).to(batch.leaf_dtype).double()
     return replace(batch, leaves={**batch.leaves, name: moved})
 
@@ -64,7 +65,7 @@ def _moved(batch: GlobalBatch) -> GlobalBatch:
     remedy="select, and do not multiply by 0; give exp(-inf - -inf) a value, where all of a tile or shard is -inf",
 )
 def suppressed_ids(case: Case) -> Checked:
-    """Logits of -inf, of ids that are no label, give what the reference says."""
+    """Logits of -inf for ids that are no label give what the reference says."""
     bound, problem = _suppressed(case), case.problem
     batch = _with_low_logits(bound.batch, _suppressed_ids(problem), -torch.inf)
     result = case.whole(case.on_ranks(batch=lay_out(batch, problem)))
@@ -88,7 +89,7 @@ def _suppressed(case: Case) -> BoundProblem:
 
 
 def _suppressed_ids(problem: Problem) -> range:
-    """Returns one half of the vocabulary: with some seeds the first, and with others the last."""
+    """Returns the first half of the vocabulary for odd seeds, and the second for even seeds."""
     half = problem.vocab // 2
     return range(half) if problem.seed % 2 else range(half, problem.vocab)
 
@@ -101,37 +102,31 @@ def _with_low_logits(batch: GlobalBatch, ids: range, low: float) -> GlobalBatch:
 
 
 def _without_ids(batch: GlobalBatch, away: range) -> GlobalBatch:
-    """Returns the batch with other ids in place of those of one half of the vocabulary."""
+    """Returns the batch with ids of one half of the vocabulary replaced by ids of the other."""
 
     def moved(ids: Tensor) -> Tensor:
-        to = ids + len(away) if away.start == 0 else ids % away.start
-        return torch.where((ids >= away.start) & (ids < away.stop), to, ids)
+        in_other_half = ids + len(away) if away.start == 0 else ids % away.start
+        return torch.where((ids >= away.start) & (ids < away.stop), in_other_half, ids)
 
     ids = {name: moved(batch.fields[name]) for name in ("input_ids", "labels")}
     return replace(batch, fields={**batch.fields, **ids})
 
 
 def _is_of_labels(bound: BoundProblem) -> bool:
-    """Returns whether something is trained, and gradients come from log-probabilities of labels and
-    from logsumexps alone.
-    """
+    """Returns whether something is trained, and the loss has gradients only to ``_OF_LABELS``."""
     trained = bool(bound.spec.trained_of(bound.batch.known).any())
     return trained and _OF_LABELS.issuperset(bound.dense.loss_stage(bound.bound_spec).upstream)
 
 
 def _is_robust(output: Output, bound: BoundProblem) -> bool:
-    """Returns whether nothing but labels is needed for an output."""
+    """Returns whether an output is computed from ``_OF_LABELS`` alone."""
     return _OF_LABELS.issuperset(bound.spec.uses) or output.kind == "gradient" or output.name in ("loss", "logprobs")
 
 
 @property(
     "hopeless-labels",
     applies=lambda candidate: candidate.starts_at.has_logits and candidate.spec.gathered_ids is None,
-    fits=lambda case: (
-        _has_plain_logits(case)
-        and case.problem.vocab > 1
-        and bool((~untrained(case.candidate.spec, _hopeless(case).batch.known)["token"])[::2].any())
-    ),
+    fits=lambda case: _has_plain_logits(case) and case.problem.vocab > 1 and _trains_hopeless_labels(case),
     remedy="compute logit - logsumexp: the log of a probability that is 0 is -inf, and adding a little to it is wrong",
 )
 def hopeless_labels(case: Case) -> Checked:
@@ -139,9 +134,15 @@ def hopeless_labels(case: Case) -> Checked:
     return Checked(comparisons=Case(case.candidate, case.problem, case.world, _hopeless(case)).comparisons)
 
 
+def _trains_hopeless_labels(case: Case) -> bool:
+    """Returns whether a token with a hopeless label is trained. Every other token has one."""
+    trained = ~untrained(case.candidate.spec, _hopeless(case).batch.known)["token"]
+    return bool(trained[::2].any())
+
+
 def _hopeless(case: Case) -> BoundProblem:
-    """Returns the problem with labels in the second half of the vocabulary, whose logits are far
-    below those of the first half in every other row.
+    """Returns the problem with all labels in the second half of the vocabulary. In every other row
+    the logits of that half are far below the others.
     """
 
     def change(batch: GlobalBatch) -> GlobalBatch:
@@ -152,7 +153,9 @@ def _hopeless(case: Case) -> BoundProblem:
 
 
 def _far_below(batch: GlobalBatch) -> dict[str, Tensor]:
-    """Returns leaves that give each id of the second half a logit far below, in every other row."""
+    """Returns leaves that give the second half of the vocabulary logits far below the others, in
+    every other row.
+    """
     half = batch.partition.vocab // 2
     if "logits" in batch.leaves:
         logits = batch.leaves["logits"].clone()
@@ -166,5 +169,5 @@ def _far_below(batch: GlobalBatch) -> dict[str, Tensor]:
 
 
 def _has_plain_logits(case: Case) -> bool:
-    """Returns whether logits enter the softmax as they are, but for the temperature."""
+    """Returns whether the softmax gets the logits as they are, apart from the temperature."""
     return case.bound.bound_spec.softcap is None and not filters(case.bound.bound_spec.options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of what is not differentiated: frozen inputs, and calls without gradients."""
+"""Properties of calls without some or all gradients: frozen inputs, and ``torch.no_grad()``."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,26 +23,28 @@ from lossgate.properties.registry import Checked, called, property
 def frozen_inputs(case: Case) -> Checked:
     """Inputs that need no gradient get none, and the gradients of the others stay right."""
     gradients = case.candidate.starts_at.gradients(case.bound.batch.leaves)
-    comparisons, faults = list[Comparison](), list[str]()
+    comparisons, not_needed = list[Comparison](), dict[str, None]()
     for trained in _subsets(tuple(gradients)):
         by_rank = case.on_ranks(_Trained(trained))
-        words = f"with {' and '.join(name for name in gradients if name not in trained)} frozen"
+        frozen = " and ".join(name for name in gradients if name not in trained)
         found = case.judged([outputs for outputs, _ in by_rank], [gradients[name] for name in trained])
-        comparisons += called(words, found)
-        given = dict.fromkeys(name for _, names in by_rank for name in names)
-        faults += [f"{name} got a gradient, and needs none" for name in given]
-    return Checked(comparisons=tuple(comparisons), faults=tuple(dict.fromkeys(faults)))
+        comparisons += called(f"with {frozen} frozen", found)
+        not_needed |= dict.fromkeys(name for _, names in by_rank for name in names)
+    faults = tuple(f"{name} got a gradient, but needs none" for name in not_needed)
+    return Checked(comparisons=tuple(comparisons), faults=faults)
 
 
 def _subsets(leaves: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yields the leaves that are trained: all subsets but none and all."""
+    """Yields each set of leaves to train that is neither empty nor complete."""
     for size in range(1, len(leaves)):
         yield from combinations(leaves, size)
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """Calls a kernel of whose leaves only some are trained."""
+    """Calls a kernel with some leaves trained and the others frozen. Returns its outputs, and the
+    names of frozen leaves that got a gradient.
+    """
 
     leaves: tuple[str, ...]
 
@@ -70,4 +72,5 @@ def no_grad(case: Case) -> Checked:
 def _without_grad(call: RankCall) -> tuple[RankOutputs, list[str]]:
     with torch.no_grad():
         outputs = call.forward(has_graph=False)
-    return call.collect(outputs, leaves=()), [name for name, leaf in call.leaves.items() if leaf.grad is not None]
+    with_gradient = [name for name, leaf in call.leaves.items() if leaf.grad is not None]
+    return call.collect(outputs, leaves=()), with_gradient

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of the inputs: they stay as they are, and may lie in memory as they like."""
+"""Properties of inputs: a kernel does not write to them, and takes other strides and int32 ids."""
 
 from contextlib import suppress
 
@@ -19,18 +19,19 @@ from lossgate.worlds.base import RankRaised
     remedy="write to no tensor that was given: clone it, or use the operation without the trailing underscore",
 )
 def inputs_kept(case: Case) -> Checked:
-    """No input and no upstream gradient is written to."""
+    """The kernel writes to no input and to no upstream gradient."""
     changed = dict.fromkeys(name for names in case.on_ranks(_names_of_changed) for name in names)
-    return Checked(faults=tuple(f"{name} was written to" for name in changed))
+    return Checked(faults=tuple(f"the kernel wrote to {name}" for name in changed))
 
 
 def _names_of_changed(call: RankCall) -> list[str]:
     outputs = call.forward()
     roots = call.roots(outputs)
     upstream = call.upstreams(roots)
-    given = {**call.tensors, **{f"the upstream gradient of {name}": one for name, one in upstream.items()}}
-    as_made = call.again().tensors
-    before = {name: as_made[name] if name in as_made else tensor.clone() for name, tensor in given.items()}
+    gradients = {f"the upstream gradient of {name}": one for name, one in upstream.items()}
+    given = {**call.tensors, **gradients}
+    inputs = call.again().tensors  # made anew, because forward may have written to those of the call
+    before = {**inputs, **{name: one.clone() for name, one in gradients.items()}}
     torch.autograd.backward([*roots.values()], [*upstream.values()])
     return [name for name, tensor in given.items() if not _same(tensor, before[name])]
 
@@ -45,7 +46,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     remedy="take strides into account, or call .contiguous() first",
 )
 def strided_inputs(case: Case) -> Checked:
-    """Inputs and upstream gradients in other strides give the same, or are refused by an error."""
+    """Inputs and upstream gradients in other strides give the same results, or raise an error."""
     ways = {"with strided inputs": _strided}
     if any(upstream.dim() for upstream in case.placed.batch.cotangents.values()):
         ways["with a strided upstream gradient"] = _strided_upstream
@@ -70,8 +71,10 @@ def _strided_upstream(call: RankCall) -> RankOutputs:
 
 
 def _spread(tensor: Tensor) -> Tensor:
-    """Returns the same numbers in other strides: a matrix is transposed in memory, and with a gap
-    behind each column; of all else every second entry of a larger tensor is taken.
+    """Returns the same numbers in other strides.
+
+    A matrix lies in memory by columns, with a gap behind each. Any other tensor is every second
+    entry of a larger one.
     """
     values = tensor.detach()
     if tensor.dim() == 2:
@@ -88,7 +91,7 @@ def _spread(tensor: Tensor) -> Tensor:
     remedy="call .long() on ids, or refuse other dtypes by an error",
 )
 def int32_ids(case: Case) -> Checked:
-    """Ids in int32 give the same, or are refused by an error."""
+    """Ids in int32 give the same results, or raise an error."""
     try:
         return Checked(comparisons=case.judged(case.on_ranks(_with_int32)))
     except RankRaised:

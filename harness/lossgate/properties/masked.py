@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of what counts for nothing: masked tokens, and padding."""
+"""Properties of tokens that count for nothing: masked tokens, and padding."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -18,16 +18,16 @@ from lossgate.specs.spec import Spec
 from lossgate.worlds.base import RankRaised
 
 _NATS = 500.0
-"""As far off as no log-probability of a float32 softmax can be; its exp overflows."""
+"""Further off than any log-probability of a float32 softmax can be. Its exp overflows."""
 _HIDDEN = 16.0
-"""Entries of hidden states, which become logits of some hundreds."""
+"""The size of wild entries of hidden states. They give logits of some hundreds."""
 _ABSENT = -100
 """The id that stands for no label in many frameworks."""
 
 
 Poison = Callable[[Spec, GlobalBatch, Collection[str], int], GlobalBatch]
-"""Returns a batch with changed numbers where nothing counts. It gets the names of what is changed,
-and a sign."""
+"""Returns a batch with changed numbers where nothing counts. It gets the names of the fields and
+leaves to change, and the sign of the changes."""
 
 
 @property(
@@ -35,7 +35,7 @@ and a sign."""
     remedy="select before computing: torch.where(mask, x, 0.0), because 0 * inf is NaN",
 )
 def masked_values(case: Case) -> Checked:
-    """Wild but finite numbers, and other ids, where nothing counts change nothing.
+    """Wild but finite numbers, and other ids, change nothing at tokens that do not count.
 
     Metrics of all tokens, or of all sequences, are left out: their reference changes, too.
     """
@@ -59,7 +59,7 @@ def masked_nan(case: Case) -> Checked:
     remedy="set labels to a valid id where mask is false, before indexing with them",
 )
 def masked_ids(case: Case) -> Checked:
-    """Labels of -100 where the mask is false change nothing, or are refused by an error."""
+    """Labels of -100 where the mask is false change nothing, or raise an error."""
     batch = _without_labels(case.placed.batch)
     try:
         return Checked(comparisons=case.judged(case.on_ranks(batch=batch)))
@@ -68,38 +68,39 @@ def masked_ids(case: Case) -> Checked:
 
 
 def _poisoned_where_unused(case: Case, name: str, change: Poison) -> Checked:
-    """Compares a call with changed numbers where nothing counts, padding included."""
+    """Compares a call whose numbers are changed where nothing counts, padding included."""
     names = _unused(case, name, change)
     batch = change(case.candidate.spec, case.placed.batch, names, 1)
     return Checked(comparisons=case.judged(case.on_ranks(batch=batch), among=_kept(case, name, change, names)))
 
 
 def _names(case: Case) -> tuple[str, ...]:
-    """Returns the names of what can be changed: numbers that belong to tokens."""
+    """Returns the names of fields and leaves that have floating-point numbers for each token."""
     batch = case.bound.batch
     return (*_token_floats(batch), *(name for name in batch.leaves if _is_of_tokens(name)))
 
 
 def _unused(case: Case, name: str, change: Poison) -> tuple[str, ...]:
-    """Returns what counts for nothing where the mask is false.
+    """Returns the names of the fields and leaves that count for nothing where the mask is false.
 
-    An option may say that a field is aligned otherwise: DPO's reference log-probabilities can
-    belong to the token that is read. Then the reference needs some of them where the mask is false.
+    An option may align a field differently: DPO's reference log-probabilities can belong to the
+    token that is read. Then the reference needs some of them where the mask is false.
     """
     names = _names(case)
     trained = {output for output in case.result.outputs if output.kind not in ("metric", "token value")}
     if trained <= set(_kept(case, name, change, names)):
         return names
-    return tuple(one for one in names if trained <= set(_kept(case, name, change, (one,))))
+    return tuple(changed for changed in names if trained <= set(_kept(case, name, change, (changed,))))
 
 
 def _kept(case: Case, name: str, change: Poison, names: Collection[str]) -> list[Output]:
-    """Returns the outputs whose reference a change leaves as it is, to the bit and with either
-    sign: an output that saturates may stay as it is with one of them.
+    """Returns the outputs whose reference keeps all bits under a change of either sign. With only
+    one sign, a reference that saturates could keep them by chance.
     """
     spec, returned = case.candidate.spec, case.result.outputs
     plain, kept = case.bound.reference(returned), list(returned)
-    for sign in (1,) if change is _with_nan else (1, -1):
+    signs = (1,) if change is _with_nan else (1, -1)  # NaN is the same with either sign
+    for sign in signs:
         label = f"{name} {sign:+} of {', '.join(names)}"
         changed = case.bound.varied(label, lambda batch, sign=sign: change(spec, batch, names, sign))
         other = changed.reference(returned)
@@ -108,38 +109,43 @@ def _kept(case: Case, name: str, change: Poison, names: Collection[str]) -> list
 
 
 def _same(one: Tensor, other: Tensor, output: Output, case: Case) -> bool:
-    """Returns whether two references have the same bits; those of masked tokens do not count."""
-    mask = case.bound.batch.fields["mask"]
-    return equal(*((x[mask] for x in (one, other)) if output.kind == "token value" else (one, other)))
+    """Returns whether two references have the same bits. Values of masked tokens do not count."""
+    if output.kind == "token value":
+        mask = case.bound.batch.fields["mask"]
+        return equal(one[mask], other[mask])
+    return equal(one, other)
 
 
 def _with_wild_values(spec: Spec, batch: GlobalBatch, names: Collection[str], sign: int) -> GlobalBatch:
     """Returns a batch with numbers far off, and other ids, where nothing is trained.
 
-    Each field has another size, so that differences of two are far off, too.
+    The numbers of each field have a size of their own, so that differences of two fields are far
+    off, too.
     """
-    away, vocab = untrained(spec, batch.known), batch.partition.vocab
-    numbers = {name: number for number, name in enumerate((*_token_floats(batch), *batch.leaves), 1)}
+    away, floats = untrained(spec, batch.known)["token"], _token_floats(batch)
+    factors = {name: factor for factor, name in enumerate((*floats, *batch.leaves), 1)}
 
     def wild(name: str, tensor: Tensor) -> Tensor:
-        size = _HIDDEN if name == "hidden" else _NATS * numbers[name]
+        size = _HIDDEN if name == "hidden" else _NATS * factors[name]
         signs = sign * (1 - 2 * (torch.arange(tensor.numel()).view(tensor.shape) % 2))
-        return replaced(tensor, away["token"], size * signs.to(tensor))
+        return replaced(tensor, away, size * signs.to(tensor))
 
-    fields = {name: wild(name, field) for name, field in _token_floats(batch).items() if name in names}
-    ids = {name for name in ("labels", spec.gathered_ids) if name is not None}
-    fields |= {name: replaced(batch.fields[name], away["token"], (batch.fields[name] + 1) % vocab) for name in ids}
+    def next_id(ids: Tensor) -> Tensor:
+        return replaced(ids, away, (ids + 1) % batch.partition.vocab)
+
+    fields = {name: wild(name, field) for name, field in floats.items() if name in names}
+    fields |= {name: next_id(batch.fields[name]) for name in ("labels", spec.gathered_ids) if name is not None}
     leaves = {name: wild(name, leaf) for name, leaf in batch.leaves.items() if name in names}
     return replace(batch, fields={**batch.fields, **fields}, leaves={**batch.leaves, **leaves})
 
 
 def _with_nan(spec: Spec, batch: GlobalBatch, names: Collection[str], sign: int) -> GlobalBatch:
-    """Returns a batch with NaN where the mask is false; the same if nothing can be NaN.
+    """Returns a batch with NaN where the mask is false, or the same batch if nothing can be NaN.
 
-    A token in a sequence that does not count is left as it is, if the mask is true there: kernels
-    may multiply what belongs to a sequence by 0.
-    Hidden states and logits are left as they are, a teacher's too: the gradient of a weight is a
-    product with all hidden states, masked ones too, and a softmax of NaN has no gradient of 0.
+    Tokens in a sequence that does not count stay as they are if their mask is true, because kernels
+    may multiply the values of a sequence by 0. Hidden states and logits stay as they are, also a
+    teacher's: the gradient of a weight is a product with all hidden states, even masked ones, and a
+    softmax of NaN has no gradient of 0.
     """
     away = ~batch.fields["mask"]
 
@@ -155,15 +161,15 @@ def _with_nan(spec: Spec, batch: GlobalBatch, names: Collection[str], sign: int)
 def _without_labels(batch: GlobalBatch) -> GlobalBatch:
     """Returns a batch without labels where the mask is false.
 
-    Where it is true the label stays, though a sequence may not count: kernels return its
-    log-probability.
+    Where the mask is true a label stays even if its sequence does not count, because kernels return
+    its log-probability.
     """
     labels = replaced(batch.fields["labels"], ~batch.fields["mask"], _ABSENT)
     return replace(batch, fields={**batch.fields, "labels": labels})
 
 
 def _token_floats(batch: GlobalBatch) -> dict[str, Tensor]:
-    """Returns the fields of numbers that belong to tokens."""
+    """Returns the fields that have a floating-point number, or several, for each token."""
     dims = batch.field_dims
     return {n: batch.fields[n] for n in dims if dims[n][:1] == ("token",) and batch.fields[n].is_floating_point()}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A property of the dtypes in which a trainer has a kernel compute."""
+"""The property ``autocast``: a kernel stays right under autocast to bfloat16."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ _COARSE = Precision(
     reduce=_BFLOAT16,
     loss=_BFLOAT16,
 )
-"""Autocast rounds what it likes to bfloat16."""
+"""The precision that is judged by: under autocast anything may be rounded to bfloat16."""
 
 
 @property(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of how a batch is split: into microbatches, with more padding, with idle ranks."""
+"""Properties of how a batch is split: microbatches, padding, reduction orders and idle ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,31 +30,35 @@ _UNCHANGED = 1e-9
 
 
 def own_counts(split: Split, at_once: int, candidate: Candidate) -> list[OwnMistake]:
-    """Returns the mistakes of kernels that count for themselves what they divide by, as those that
-    sum a loss and divide it by their own ``mask.sum()``.
+    """Returns the mistakes of kernels that divide by a count of their own, such as ``mask.sum()``.
 
     Args:
         split: how a batch is cut into microbatches.
         at_once: how many microbatches each rank has.
-        candidate: whose loss is given counts.
+        candidate: a candidate. Its spec names the counts that kernels are given.
     """
+    weights = {"added up": 1.0, "averaged": 1 / at_once}
     return [
         OwnMistake(
             sentence=f"each of {at_once} microbatches counts {name} for itself, and they are {put_together}",
-            matters=lambda case, name=name: case.bound.reads_count(name),
+            matters=partial(_reads, name),
             can_show=partial(_differs, split, at_once, name),
             shows=partial(_is_rejected, split, at_once, name, weight),
         )
         for name in candidate.spec.names_of_counts
-        for put_together, weight in (("added up", 1.0), ("averaged", 1 / at_once))
+        for put_together, weight in weights.items()
     ]
 
 
-def _differs(split: Split, at_once: int, name: str, case: Case) -> bool:
-    """Returns whether the microbatches differ in a count, and none has a count of 0.
+def _reads(name: str, case: Case) -> bool:
+    return case.bound.reads_count(name)
 
-    A microbatch without trained tokens leaves to the other one a count that is the whole. Of
-    microbatches with equal counts the mean is right.
+
+def _differs(split: Split, at_once: int, name: str, case: Case) -> bool:
+    """Returns whether the counts of the microbatches all differ, and none is 0.
+
+    If one microbatch has a count of 0, the other has the count of the whole batch, which is right.
+    If the counts are equal, the mean over microbatches is right.
     """
     numbers = [int(counts[name]) for _, counts in _microbatches(split, at_once, case)]
     return 0 not in numbers and len(set(numbers)) == len(numbers)
@@ -65,17 +69,17 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _microbatches(split: Split, at_once: int, case: Case) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Returns what all ranks together have in each microbatch: masks that are false elsewhere, and
-    the counts of it.
+    """Returns the masks and the counts of each microbatch, over all ranks. The masks are false
+    outside of it.
     """
     placed, known = PlacedProblem(case.bound, split(case)), case.bound.batch.known
-    partition, held = placed.partition, placed.partition.real_token_shards
-    cp, found = partition.layout.cp, list[tuple[dict[str, Tensor], dict[str, Tensor]]]()
+    partition, cp = placed.partition, placed.partition.layout.cp
+    found: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
     for number in range(at_once):
-        ranks = range(number, partition.layout.dp, at_once)
-        sequences = torch.tensor([own for rank in ranks for own in partition.sequences(rank)], dtype=torch.long)
-        tokens = torch.cat([shard for rank in ranks for shard in held[rank * cp : (rank + 1) * cp]])
-        masks = masks_of_share(placed, (sequences, tokens))
+        dp_ranks = range(number, partition.layout.dp, at_once)
+        sequences = [sequence for dp in dp_ranks for sequence in partition.sequences(dp)]
+        shards = [shard for dp in dp_ranks for shard in partition.real_token_shards[dp * cp : (dp + 1) * cp]]
+        masks = masks_of_share(placed, (torch.tensor(sequences, dtype=torch.long), torch.cat(shards)))
         found.append((masks, case.candidate.spec.counts({**known, **masks})))
     return found
 
@@ -88,11 +92,11 @@ def _is_rejected(split: Split, at_once: int, name: str, weight: float, case: Cas
     parts: list[Part] = [(weight, {**masks, name: counts[name]}) for masks, counts in microbatches]
     wrong = case.bound.dense.in_parts(case.bound.bound_spec.returning(()), parts)
     oracle = Oracle(case.candidate, PlacedProblem(case.bound, split(case)), case.result.outputs)
-    dtypes = {
-        output: case.result.dtypes[output] for output in (LOSS, *oracle.gradients) if output in case.result.dtypes
-    }
-    changed = {output: dtype for output, dtype in dtypes.items() if not _equal(wrong[output], oracle.reference[output])}
-    return bool(changed) and all(bool(oracle.rejects(o, wrong[o][None], dtype)) for o, dtype in changed.items())
+    dtypes = case.result.dtypes
+    returned = [output for output in (LOSS, *oracle.gradients) if output in dtypes]
+    changed = [output for output in returned if not _equal(wrong[output], oracle.reference[output])]
+    rejected = [bool(oracle.rejects(output, wrong[output][None], dtypes[output])) for output in changed]
+    return bool(changed) and all(rejected)
 
 
 _AT_ONCE = 2
@@ -100,8 +104,8 @@ _AT_ONCE = 2
 
 
 def _split(case: Case) -> Problem:
-    """Returns the problem with a dp rank for each microbatch. One may be empty: kernels that are
-    declared for several ranks must stand that, unless they exclude it.
+    """Returns the problem with a dp rank for each microbatch. A microbatch may be empty: kernels
+    that are declared for several ranks must accept that, unless they exclude it.
     """
     layout = case.problem.layout
     return replace(case.problem, layout=Layout(layout.dp * _AT_ONCE, layout.cp, layout.tp))
@@ -141,7 +145,10 @@ def _takes_idle(candidate: Candidate) -> bool:
 
 
 def _adds_up(candidate: Candidate) -> bool:
-    """Returns whether what the dp ranks give is added up by the caller."""
+    """Returns whether the caller combines the outputs of the dp ranks by a sum or an extremum.
+
+    Outputs per token or per sequence do not count.
+    """
     outputs = [gradient_output(name, dims) for name, dims in candidate.starts_at.leaves.items()]
     outputs += [candidate.spec.output(name) for name in (*candidate.spec.outputs, *candidate.spec.metrics)]
     split = [output for output in outputs if "token" not in output.dims and "sequence" not in output.dims]
@@ -160,12 +167,12 @@ class _InTurn:
         return [by_rank[rank] for rank in range(self.layout.ranks)]
 
     def close(self) -> None:
-        """Does nothing: the world belongs to another."""
+        """Does nothing. Whoever made the world closes it."""
 
 
 @dataclass(frozen=True)
 class _Each(Generic[T]):
-    """Does a task for each dp rank whose work a rank does."""
+    """Runs a task once for each dp rank whose work this rank does."""
 
     task: Task[T]
     layout: Layout
@@ -174,7 +181,8 @@ class _Each(Generic[T]):
         at, own = context.layout.coordinate(context.rank), self.layout
         results: dict[int, T] = {}
         for number in range(_AT_ONCE):
-            rank = ((at["dp"] * _AT_ONCE + number) * own.cp + at["cp"]) * own.tp + at["tp"]
+            dp = at["dp"] * _AT_ONCE + number
+            rank = (dp * own.cp + at["cp"]) * own.tp + at["tp"]
             results[rank] = self.task(replace(context, rank=rank))
         return results
 
@@ -185,7 +193,7 @@ class _Each(Generic[T]):
     remedy="let padding take no part, wherever the chunks of a loop begin and end",
 )
 def other_padding(case: Case) -> Checked:
-    """Sequences that are padded to another multiple give the same."""
+    """Sequences that are padded to another multiple give the same results."""
     padded = replace(case.problem, pad_to_multiple=case.problem.pad_to_multiple + 4)
     return Checked(comparisons=Case(case.candidate, padded, case.world, case.bound).comparisons)
 
@@ -199,7 +207,8 @@ def other_padding(case: Case) -> Checked:
 def reduction_order(case: Case) -> Checked:
     """Collectives that add up in another order change no more than rounding may."""
     own = ORDERS.index(case.problem.reduction_order)
-    return Checked(comparisons=case.judged(case.on_ranks(order=ORDERS[own - 1])))
+    other = ORDERS[own - 1]  # for the first order it is the last
+    return Checked(comparisons=case.judged(case.on_ranks(order=other)))
 
 
 @property(

@@ -24,11 +24,11 @@ class Checked:
     comparisons: tuple[Comparison, ...] = ()
     """Outputs that were compared by the judge; those that disagree are findings."""
     faults: tuple[str, ...] = ()
-    """What else is wrong, in words."""
+    """Other mistakes, in words."""
     resources: Resources = field(default_factory=dict)
     """What the call used, if that was measured."""
     says_nothing: bool = False
-    """It turned out that the case says nothing about the property; see ``Property.fits``."""
+    """Whether the case turned out to say nothing about the property; see ``Property.fits``."""
 
     @property
     def findings(self) -> tuple[str, ...]:
@@ -44,34 +44,34 @@ def called(words: str, comparisons: Iterable[Comparison]) -> Iterator[Comparison
 
 
 class Said(Enum):
-    """What a problem says of a mistake."""
+    """Whether a problem would show a mistake."""
 
     SAME = auto()
-    """With its options a kernel with the mistake gives what a right kernel gives: it is none."""
+    """With the options of the problem, it is no mistake: a right kernel gives the same."""
     HIDDEN = auto()
-    """With its options the mistake matters, but here it would not be seen."""
+    """With the options of the problem it is a mistake, but the problem would not show it."""
     SHOWN = auto()
-    """It would be seen."""
+    """The problem would show it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnMistake:
     """A mistake that a property is there to find.
 
-    A problem on which it would not be seen says nothing of a kernel that has it.
+    A problem that would not show it says nothing about kernels that make it.
     """
 
     sentence: str
-    """What a kernel with it does, as in "the loss is divided by a count of 0"."""
+    """What a kernel with it does, such as "the loss is divided by a count of 0"."""
     matters: Callable[[Case], bool]
     """Whether it changes anything with the options of a problem. The candidate does not run."""
     can_show: Callable[[Case], bool] = lambda case: True
-    """Whether a problem on which it matters has what it takes. The candidate does not run."""
+    """Whether a problem on which it matters could show it. The candidate does not run."""
     shows: Callable[[Case], bool] = lambda case: True
-    """Whether it would be seen on such a problem. The candidate may have to run, once."""
+    """Whether a problem that could show it indeed shows it. The candidate may have to run, once."""
 
     def said_by(self, case: Case) -> Said:
-        """Returns what a problem says of it."""
+        """Returns whether a problem would show it."""
         if not self.matters(case):
             return Said.SAME
         return Said.SHOWN if self.can_show(case) and self.shows(case) else Said.HIDDEN
@@ -82,7 +82,7 @@ Check = Callable[[Case], Checked]
 
 @dataclass(frozen=True, kw_only=True)
 class Property:
-    """Something that every correct kernel keeps, as a check of a case."""
+    """A rule that every correct kernel keeps, as a check of a case."""
 
     name: str
     summary: str
@@ -97,13 +97,14 @@ class Property:
     fits: Callable[[Case], bool] = lambda case: True
     """Whether a problem says anything about it."""
     remedy: str = ""
-    """What to do where it fails; "" for nothing in particular."""
+    """What to do if it fails; "" for nothing in particular."""
     shrinks: bool = True
     """Whether a smaller problem on which it fails says more."""
     of_ranks: bool = False
-    """Whether it asks how ranks work together, so that more of them say more."""
+    """Whether it checks how ranks work together, so that more ranks say more."""
     mistakes: Callable[[Candidate], Sequence[OwnMistake]] = lambda candidate: ()
-    """A verdict counts only if some problem would have shown each of them, if it matters."""
+    """The mistakes that it is there to find. A verdict counts only if, for each mistake that
+    matters, some problem would have shown it."""
 
     def __str__(self) -> str:
         return self.name
@@ -131,20 +132,20 @@ def property(
     """Registers the decorated check as a property.
 
     Args:
-        name: under which cells name it.
+        name: its name in cells.
         applies: whether a candidate is held to it; by default every candidate is.
         fits: whether a problem says anything about it; by default every problem does. It should
             not run the candidate.
-        remedy: what to do where it fails, for people.
-        shrinks: whether a problem on which it fails is made smaller. One that makes a problem of
-            its own need not.
-        of_ranks: whether it asks how ranks work together. It is then checked on every layout, with
-            many ranks on an axis, too.
+        remedy: what to do if it fails, for people.
+        shrinks: whether a problem on which it fails is made smaller. Choose False for a check that
+            makes a problem of its own.
+        of_ranks: whether it checks how ranks work together. It is then checked on every layout,
+            also with many ranks on an axis.
         runs: how often a check runs the candidate on every rank.
         needs_adequacy: whether a verdict counts only if the problems reach every coverage goal and
             kill every option mutant. That is for checks that compare outputs with the reference.
-        mistakes: those that it is there to find in a candidate. Problems are chosen that would show
-            them. Where none would, the verdict is INCONCLUSIVE.
+        mistakes: returns the mistakes that it is there to find in a candidate. Problems are chosen
+            that would show them. If no problem would show one of them, the verdict is INCONCLUSIVE.
 
     Raises:
         UsageError: if the name is taken, or the check has no docstring.
@@ -152,7 +153,7 @@ def property(
 
     def register(check: Check) -> Property:
         if name in PROPERTIES and _defined_at(PROPERTIES[name].check) != _defined_at(check):
-            raise UsageError(f"property({name!r}): there is one of that name already; choose another name")
+            raise UsageError(f"property({name!r}): another property has this name; choose another name")
         summary = (check.__doc__ or "").strip().partition("\n")[0].rstrip(".")
         if not summary:
             raise UsageError(f"property({name!r}): the check has no docstring; say in its first line what it asks")
@@ -175,11 +176,11 @@ def property(
 
 
 def _defined_at(check: Check) -> tuple[str, str]:
-    """Returns where a check is written. A file that is imported twice defines it twice."""
+    """Returns the file and the name of a check. A file that is imported twice defines it twice."""
     code = getattr(check, "__code__", None)
     return (code.co_filename, code.co_qualname) if code is not None else ("", repr(check))
 
 
 def find_property(name: str) -> Property:
-    """Returns the property of a name; ``UsageError`` with the nearest spelling if there is none."""
+    """Returns the property of a name. If there is none, the ``UsageError`` suggests a spelling."""
     return look_up("property", name, PROPERTIES)

@@ -15,13 +15,13 @@ from lossgate.problems.problem import Problem
 from lossgate.properties.registry import Checked, Resources, property
 
 _TOKENS, _VOCAB, _HIDDEN = 64, 512, 8
-"""Of each rank. Their logits are far more than hidden states, weight and all other inputs."""
+"""The first sizes on each rank. The logits then take far more memory than all inputs together."""
 _MOST_LOGITS = 1 << 21
-"""Of each rank."""
+"""The most logits on each rank."""
 _GAIN = 0.9
-"""A problem of twice the size must see that much more, or it is not taken."""
+"""Twice the size must bring the ``_share`` of the budget down by this factor, or is not taken."""
 _SHOWN = ("tokens", "vocab")
-"""Dims that a finding names in any case: those of the problem that was run."""
+"""Dims of the problem that every finding names."""
 _SEQUENCES = 2
 """Groups of sequences on each dp rank."""
 
@@ -45,23 +45,35 @@ def budgets(case: Case) -> Checked:
 
 
 def demanding_problem(case: Case) -> Problem:
-    """Returns a problem with the options of another, and so many logits that a kernel that forms
-    them all is over budget, if there is such a size.
+    """Returns a problem with the options of the case's problem and with many logits.
+
+    Sizes are doubled until a kernel that forms all logits is over budget. Doubling stops early if
+    the budget grows with the logits.
     """
-    candidate, tokens, vocab = case.candidate, _TOKENS, _VOCAB
-    problem = _of_size(case.problem, tokens, vocab)
+    candidate, size = case.candidate, (_TOKENS, _VOCAB)
+    problem = _of_size(case.problem, *size)
     if candidate.budgets is None or not candidate.starts_at.has_logits:
         return problem
     share = _share(candidate, problem)
-    while share > 1 and tokens * vocab < _MOST_LOGITS:
-        sizes = [(2 * tokens, vocab), (tokens, 2 * vocab)]
-        larger = {size: _of_size(case.problem, *size) for size in sizes}
-        shares = {size: _share(candidate, larger[size]) for size in sizes}
-        best = min(sizes, key=lambda size: shares[size])
-        if shares[best] > _GAIN * share:
+    while share > 1 and size[0] * size[1] < _MOST_LOGITS:
+        next_share, next_size, larger = _doubled(case, *size)
+        if next_share > _GAIN * share:
             break  # the budget grows with the logits
-        problem, share, (tokens, vocab) = larger[best], shares[best], best
+        share, size, problem = next_share, next_size, larger
     return problem
+
+
+def _doubled(case: Case, tokens: int, vocab: int) -> tuple[float, tuple[int, int], Problem]:
+    """Doubles tokens or vocabulary, whichever brings the ``_share`` of the budget further down.
+
+    Returns:
+        The share, the sizes, and the problem.
+    """
+    choices: list[tuple[float, tuple[int, int], Problem]] = []
+    for size in ((2 * tokens, vocab), (tokens, 2 * vocab)):
+        problem = _of_size(case.problem, *size)
+        choices.append((_share(case.candidate, problem), size, problem))
+    return min(choices, key=lambda choice: choice[0])
 
 
 def _of_size(problem: Problem, tokens: int, vocab: int) -> Problem:
@@ -84,17 +96,20 @@ def _of_size(problem: Problem, tokens: int, vocab: int) -> Problem:
 
 
 def _share(candidate: Candidate, problem: Problem) -> float:
-    """Returns the largest budget as a share of what forming all logits would take."""
+    """Returns the largest ratio of a budget to what a kernel needs that forms all logits.
+
+    Below 1 such a kernel is over each of these budgets.
+    """
     sizes = _sizes(candidate, problem)
     logits = sizes["tokens"] * sizes["vocab"] / sizes["tp"]
     own = candidate.budgets.values(sizes) if candidate.budgets else {}
     size = logits * sizes["itemsize"]
-    of_logits = {"largest_tensor": logits / 2, "peak": 2 * size, "saved": size}  # at the peak there is their gradient
-    return max((own[name] / of_logits[name] for name in own if name in of_logits), default=0.0)
+    needs = {"largest_tensor": logits / 2, "peak": 2 * size, "saved": size}  # at the peak their gradient is alive, too
+    return max((own[name] / needs[name] for name in own if name in needs), default=0.0)
 
 
 def _sizes(candidate: Candidate, problem: Problem) -> dict[str, float]:
-    """Returns the dims that a budget may name, on the rank that has most."""
+    """Returns the dims that a budget may name, each on the rank where it is largest."""
     partition, layout = problem.partition, problem.layout
     return {
         "tokens": max(len(shard) for shard in partition.token_shards.values()),
@@ -121,11 +136,12 @@ def _over(use: Use, candidate: Candidate, problem: Problem) -> Iterator[str]:
 
 
 def _words(use: Use, name: str, limit: float) -> str:
-    """Returns what is used, in words, if it is over a limit."""
+    """Returns what the call uses of a resource, in words; "" if it is within the limit."""
     if name == "largest_tensor" and (made := use.largest_of_all) is not None:
         allowed = max(limit, use.largest_input)
-        where = f"{made.phase} makes {made.shown}, {made.elements:,} elements, in {made.operation}"
-        return where if made.elements > allowed else ""
+        if made.elements <= allowed:
+            return ""
+        return f"{made.phase} makes {made.shown}, {made.elements:,} elements, in {made.operation}"
     if name == "peak" and use.largest_peak > limit:
         phase = max(use.peak, key=lambda phase: use.peak[phase])
         return f"{use.largest_peak:,} bytes live at a time in {phase}"
@@ -144,7 +160,7 @@ def _words(use: Use, name: str, limit: float) -> str:
 
 
 def _resources(use: Use, case: Case, problem: Problem) -> Resources:
-    """Returns what was used, with the budgets."""
+    """Returns what the call used, with the budgets."""
     candidate, sizes = case.candidate, _sizes(case.candidate, problem)
     limits: Mapping[str, float] = candidate.budgets.values(sizes) if candidate.budgets else {}
     made, forward, backward = use.largest_of_all, use.largest["forward"], use.largest["backward"]

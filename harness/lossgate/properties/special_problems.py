@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of problems at the edge: they are agreement on a batch that is rarely drawn.
+"""Properties of problems at the edge: agreement, on batches that are rarely drawn.
 
 Each has a reference and noise of its own.
 """
@@ -28,10 +28,10 @@ def _divisions_by_0(candidate: Candidate) -> list[OwnMistake]:
 
 
 def _is_taken_for_1(name: str, case: Case) -> bool:
-    """Returns whether the reference takes a count for 1 that is 0 where nothing is trained.
+    """Returns whether the reference treats a count as 1 if nothing is trained and the count is 0.
 
-    A kernel that does not then computes 0 / 0. With an epsilon that is added to the count it would
-    not, nor with a reduction that does not divide.
+    If so, a kernel that divides by the count as it is computes 0 / 0. A loss that adds an epsilon
+    to the count, or that does not divide by it, gives False.
     """
     bound, emptied = case.bound, _emptied(case)
     if case.candidate.spec.reference is None or int(case.candidate.spec.counts(emptied.known)[name]):

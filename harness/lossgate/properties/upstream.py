@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of the upstream gradient. That it counts at all is agreement's: there it is random."""
+"""Properties of the upstream gradient. It is random in agreement, which checks that it is used."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from lossgate.cases.rank_call import RankCall, RankOutputs
 from lossgate.properties.registry import Checked, property
 
 _FACTOR = -2.0
-"""Exact in every dtype. Problems in float16 leave room for it."""
+"""It is exact in every dtype. Problems in float16 leave room for it."""
 _UNDERFLOW = 1e-30
-"""Smaller differences may come from numbers below the least normal one of float32, which round
-otherwise when they are doubled."""
+"""Smaller differences may come from numbers below the least normal number of float32, which round
+differently when they are doubled."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ def upstream_one(case: Case) -> Checked:
                 f"{output}: {fault}, with an upstream gradient of {size}" for fault in found.faults.get(output, ())
             ]
         if output in one.outputs and output in two.outputs:
-            half, whole = one.outputs[output], two.outputs[output]
-            unequal = int((~((2 * half - whole).abs() <= _UNDERFLOW)).sum())  # NaN is wrong, too
-            if unequal:
-                not_half = "with an upstream gradient of 1 are not half of those with 2"
-                faults.append(f"{output}: {unequal} of {half.numel()} entries {not_half}")
+            of_one, of_two = one.outputs[output], two.outputs[output]
+            is_half = (2 * of_one - of_two).abs() <= _UNDERFLOW  # false for NaN
+            if wrong := int((~is_half).sum()):
+                which = f"{wrong} of {of_one.numel()} entries with an upstream gradient of 1"
+                faults.append(f"{output}: {which} are not half of those with 2")
     return Checked(faults=tuple(faults))
 
 
@@ -72,7 +72,7 @@ def _rounds_to_float16(case: Case) -> bool:
 
 @dataclass(frozen=True)
 class _Of:
-    """Calls a kernel with an upstream gradient of some size."""
+    """Calls a kernel with an upstream gradient of this size."""
 
     size: float
 

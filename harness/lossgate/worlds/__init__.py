@@ -20,14 +20,14 @@ WORLDS: Mapping[str, Callable[[Layout, float, str], World]] = {
     "nccl": nccl_world,
     "torchrun": torchrun_world,
 }
-"""The worlds, by name. A new one is added here, in ``base.names``, and in its own folder."""
+"""The worlds, by name. A new world is added here and in ``base.names``, and gets its own folder."""
 
 
 def most_ranks(world: str) -> int:
     """Returns how many ranks a world can have.
 
     Raises:
-        UsageError: if there is no such world, or it can have none here.
+        UsageError: if there is no such world, or it can have no ranks here.
     """
     look_up("world", world, WORLDS)
     return launched_ranks() if world == "torchrun" else MAX_RANKS
@@ -37,8 +37,8 @@ def make_world(name: str, layout: Layout, timeout: float = 60.0, device: str = "
     """Returns a world of some ranks.
 
     Args:
-        name: which kind of world.
-        layout: its ranks.
+        name: the name of the world, a key of ``WORLDS``.
+        layout: the layout of its ranks.
         timeout: seconds after which ranks that do not go on count as hanging.
         device: where the ranks compute, ``"cpu"`` or ``"cuda"``.
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from lossgate.base.errors import LossgateError
-from lossgate.base.layout import Layout
+from lossgate.base.layout import Axis, Layout
 from lossgate.problems.problem import ReductionOrder
 
 
@@ -25,9 +25,15 @@ class RankContext:
     """Where the rank computes. Its problem is made on the CPU and moved there."""
 
 
+def ranks_along(layout: Layout, rank: int, axis: Axis) -> tuple[int, ...]:
+    """Returns the ranks of a rank's group on an axis: they differ from it on this axis alone."""
+    own = layout.coordinate(rank)
+    return tuple(other for other in range(layout.ranks) if {**layout.coordinate(other), axis: own[axis]} == own)
+
+
 T = TypeVar("T")
 Task = Callable[[RankContext], T]
-"""What a rank is asked to do. A task is data: worlds whose ranks are other processes pickle it."""
+"""The function that a rank runs. It is data: worlds whose ranks are other processes pickle it."""
 
 
 class World(Protocol):
@@ -42,9 +48,9 @@ class World(Protocol):
 
         Args:
             task: what to run.
-            order, seed: how a simulated world adds up what ranks bring to a collective. Real
-                process groups add in an order of their own.
-            patience: how many times the timeout of the world a rank may take.
+            order, seed: the order in which a simulated world adds up the tensors of a collective,
+                and the seed of its permutations. Real process groups add in an order of their own.
+            patience: factor by which the timeout of the world is multiplied.
 
         Returns:
             The results, by rank.
@@ -53,8 +59,8 @@ class World(Protocol):
             RankFailure: if a rank failed. The world then serves the next task, unless the rank is
                 gone and cannot be replaced.
             WorldLost: if a rank is gone and cannot be replaced.
-            UsageError: if the ranks are other processes, and the task can't be sent to them, or
-                they have other code.
+            UsageError: if the ranks are other processes and the task can't be sent to them, or if
+                their code differs.
         """
         ...
 
@@ -62,15 +68,15 @@ class World(Protocol):
 
 
 class WorldLost(LossgateError):
-    """The ranks can run nothing more."""
+    """The ranks of a world can't run any further task."""
 
 
 class RankFailure(LossgateError):
-    """Ranks failed while they ran a task. The message names them, and where."""
+    """Ranks failed while they ran a task. The message names the ranks, and where they were."""
 
 
 class RankRaised(RankFailure):
-    """A rank raised an exception, which is the ``__cause__`` where the rank is a thread."""
+    """A rank raised an exception. It is the ``__cause__`` of this error if the rank is a thread."""
 
     def __init__(self, message: str, rank: int, kind: str = "", site: str = "") -> None:
         super().__init__(message)
@@ -89,11 +95,11 @@ class RankDied(RankFailure):
 
 
 class CollectiveMismatch(RankFailure):
-    """Ranks brought different calls to the same collective."""
+    """Ranks made calls that do not match, or a call whose arguments do not fit together."""
 
 
 class Deadlock(RankFailure):
-    """No rank can go on: each waits for another that has returned or waits elsewhere."""
+    """No rank can go on: each waits for a rank that has returned, or that waits elsewhere."""
 
 
 class CollectiveMisuse(RankFailure):
@@ -103,8 +109,8 @@ class CollectiveMisuse(RankFailure):
 
 
 class StateLeak(RankFailure):
-    """A rank left state of its process changed, such as the default dtype. The next task has it as
-    it was.
+    """A rank left state of its process changed, such as the default dtype. The world restores the
+    state before the next task.
     """
 
     @classmethod
@@ -113,7 +119,7 @@ class StateLeak(RankFailure):
 
         Args:
             rank: the rank.
-            changes: what it left changed, in words, as ``ProcessState.changes`` returns them.
+            changes: the changes that it left, in the words of ``ProcessState.changes``.
         """
         return cls(
             f"rank {rank} left {', '.join(changes)}; restore it before the kernel returns, by a context manager "
@@ -122,6 +128,6 @@ class StateLeak(RankFailure):
 
 
 class Hang(RankFailure):
-    """A rank took too long: a simulated one to reach a collective or to return, a process to
-    return.
+    """A rank took too long. A simulated rank must reach a collective or return in time, and a rank
+    in another process must return in time.
     """

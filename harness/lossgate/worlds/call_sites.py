@@ -25,7 +25,7 @@ _INNER = (
 )
 """The files of torch and lossgate, and of the modules that wrap their functions."""
 _AROUND = (*_INNER, str(Path(multiprocessing.__file__).parent), "<")
-"""The files of what runs a task: those above, and Python's own start of a process."""
+"""The files of the code that runs a task: those of ``_INNER``, and Python's start of a process."""
 _DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
 
 
@@ -34,13 +34,15 @@ def call_site() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_INNER):
         frame = frame.f_back
-    return _format_site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else "unknown"
+    if frame is None:
+        return "unknown"
+    return _format_site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def raise_site(error: BaseException) -> str:
     """Returns the innermost line of an exception's traceback that is not in torch or lossgate.
 
-    If all lines are, returns the innermost one.
+    If all lines are in torch or lossgate, returns the innermost line.
     """
     return _site_in(traceback.extract_tb(error.__traceback__))
 
@@ -51,7 +53,7 @@ def raise_stack(error: BaseException) -> str:
 
 
 def raise_collective(error: BaseException) -> str | None:
-    """Returns the function of torch.distributed that raised an exception, or None."""
+    """Returns the function of torch.distributed that raised an exception; None if none did."""
     return _collective_in(traceback.extract_tb(error.__traceback__))
 
 
@@ -83,35 +85,40 @@ def _frames_of(thread: int | None) -> Sequence[FrameSummary]:
 def _current_frames() -> Mapping[int, FrameType]:
     """Returns the innermost frame of each thread.
 
-    No garbage is collected meanwhile. CPython 3.11.7 holds the lock of its list of threads there,
-    and a collection that lets another thread run then waits for ever (gh-106883).
+    Garbage collection is off meanwhile. CPython 3.11.7 holds the lock of its list of threads during
+    the call, and a collection that lets another thread run then waits for ever (gh-106883).
     """
-    collects = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         return sys._current_frames()
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()
 
 
 def _from_kernel(frames: Sequence[FrameSummary]) -> str:
-    """Returns the stack between the frames of what runs the kernel and those of what it calls."""
-    first = next((i for i, frame in enumerate(frames) if not frame.filename.startswith(_AROUND)), 0)
-    after = next((i for i, frame in enumerate(reversed(frames)) if not frame.filename.startswith(_INNER)), 0)
-    own = frames[first : len(frames) - after]
+    """Returns the kernel's own part of a stack.
+
+    It leaves out the outer frames, which run the kernel, and the inner frames of torch and lossgate
+    that the kernel called.
+    """
+    outer = next((i for i, frame in enumerate(frames) if not frame.filename.startswith(_AROUND)), 0)
+    inner = next((i for i, frame in enumerate(reversed(frames)) if not frame.filename.startswith(_INNER)), 0)
+    own = frames[outer : len(frames) - inner]
     return "".join(f'  File "{f.filename}", line {f.lineno}, in {f.name}\n    {f.line}\n' for f in own)
 
 
 def _site_in(frames: Sequence[FrameSummary]) -> str:
-    outer = [frame for frame in frames if not frame.filename.startswith(_INNER)] or list(frames)
-    return _format_site(outer[-1].filename, outer[-1].lineno or 0, outer[-1].name)
+    own = [frame for frame in frames if not frame.filename.startswith(_INNER)]
+    innermost = (own or frames)[-1]
+    return _format_site(innermost.filename, innermost.lineno or 0, innermost.name)
 
 
 def _collective_in(frames: Sequence[FrameSummary]) -> str | None:
     """Returns the function of torch.distributed that the kernel's innermost line called, if any."""
-    inside = [*takewhile(lambda frame: frame.filename.startswith(_INNER), reversed(frames))]
-    called = [frame.name for frame in inside if frame.filename.startswith(_DISTRIBUTED) and frame.name != "wrapper"]
+    inner = [*takewhile(lambda frame: frame.filename.startswith(_INNER), reversed(frames))]
+    called = [frame.name for frame in inner if frame.filename.startswith(_DISTRIBUTED) and frame.name != "wrapper"]
     return called[-1] if called else None
 
 
@@ -121,5 +128,6 @@ def _format_site(file: str, line: int, function: str) -> str:
 
 @cache
 def _formatted(file: str, line: int, function: str, folder: str) -> str:
-    path, here = Path(file), Path(folder)
-    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line} in {function}"
+    path = Path(file)
+    shown = path.relative_to(folder) if path.is_relative_to(folder) else path
+    return f"{shown}:{line} in {function}"

@@ -31,22 +31,23 @@ from lossgate.worlds.processes.world import ProcessWorld, RankProcesses
 
 @dataclass(frozen=True)
 class Start:
-    """What a process is started with."""
+    """The arguments with which a process of the pool starts."""
 
     rank: int
     folder: str
-    """Where ranks meet, in a file for each meeting."""
+    """The folder in which ranks meet. Each meeting has a file there."""
     output: str
-    """The file for what it prints."""
+    """The file that takes what the process prints."""
     driver_folder: str
-    """The folder of the driver's process, which holds both. A rank that outlives it removes it."""
+    """The folder of the driver's process, which contains ``folder``. A rank that outlives the
+    driver removes it."""
     environment: Mapping[str, str]
     path: tuple[str, ...]
-    """Where it looks for modules."""
+    """The ``sys.path`` of the process."""
 
 
 def run_rank(start: Start, work: Connection, alarm: Connection) -> None:
-    """Serves as a rank until the driver ends it, or ends itself."""
+    """Serves as a rank until the driver ends this process, or ends itself."""
     start_worker(start.environment, lambda: remove_folder(start.driver_folder))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the driver, which ends its ranks
     sys.path[:] = start.path
@@ -54,9 +55,9 @@ def run_rank(start: Start, work: Connection, alarm: Connection) -> None:
         print_to(start.output)
         faulthandler.enable(file=STANDARD_ERROR, all_threads=False)
     except FileNotFoundError:
-        os._exit(1)  # the driver has ended meanwhile, and its folder with it
+        os._exit(1)  # the driver has ended meanwhile, and its folder is removed
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    dist.set_debug_level_from_env()  # torch read it when the fork server loaded it
+    dist.set_debug_level_from_env()  # torch read the environment when the fork server loaded it, before the start
     rank = start.rank
     serve(rank, rank, work, alarm, lambda meeting, ranks: _file_store(start.folder, meeting, ranks), frozenset())
 
@@ -71,7 +72,7 @@ def _loopback() -> str:
 
 _LAST_LINES = 20
 _NOISE = ("[Gloo]", "Extension modules:")
-"""What gloo says of its network, and Python after a crash."""
+"""The beginnings of the lines that gloo prints about its network, and Python after a crash."""
 
 
 def gloo_world(layout: Layout, timeout: float, device: str) -> ProcessWorld:
@@ -79,7 +80,7 @@ def gloo_world(layout: Layout, timeout: float, device: str) -> ProcessWorld:
     if device != "cpu":
         raise UsageError(
             f"device={device!r}: ranks of world 'gloo' compute on the CPU; expected 'cpu'. "
-            "For GPUs choose world 'nccl', with one for each rank, or 'simulated', with one for all"
+            "For GPUs choose world 'nccl', with one GPU for each rank, or 'simulated', with one for all ranks"
         )
     return ProcessWorld(layout, timeout, device, _pool)
 
@@ -106,12 +107,12 @@ def close_pool() -> None:
 @cache
 def _pool() -> "RankPool":
     pool = RankPool()
-    atexit.register(close_pool)  # after its folder's, and so it runs before: the ranks end first
+    atexit.register(close_pool)  # registered after the clean-up of its folder, so it runs first and ends the ranks
     return pool
 
 
 class RankPool(RankProcesses):
-    """The processes, as many as the largest world so far has needed."""
+    """The processes of the pool. There are as many as the largest world so far has needed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,12 +120,13 @@ class RankPool(RankProcesses):
         self._handles: list[PoolRank] = []
 
     def ranks(self, count: int) -> Sequence["PoolRank"]:
-        dead = [rank for rank, handle in enumerate(self._handles) if not handle.alive]
-        for rank in dead:
-            self._handles[rank].close()
-            self.forget_groups()
-        started = {rank: PoolRank(rank, self._folder.name) for rank in (*dead, *range(len(self._handles), count))}
-        self._handles = [started.get(rank) or self._handles[rank] for rank in range(max(count, len(self._handles)))]
+        for rank, handle in enumerate(self._handles):
+            if not handle.alive:
+                handle.close()
+                self._handles[rank] = PoolRank(rank, self._folder.name)
+                self.forget_groups()
+        for rank in range(len(self._handles), count):
+            self._handles.append(PoolRank(rank, self._folder.name))
         return self._handles[:count]
 
     def close(self) -> None:
@@ -139,11 +141,11 @@ class PoolRank:
 
     Args:
         rank: its rank.
-        folder: for what its groups and its output need.
+        folder: the folder for the files of its groups and its output.
     """
 
     stopping = 1.0
-    """Another process takes its place."""
+    """Seconds in which it must stop. They are few, because another process can take its place."""
     connecting = 0.0
 
     def __init__(self, rank: int, folder: str) -> None:
@@ -153,7 +155,7 @@ class PoolRank:
         (self.work, works), (self.alarm, alarms) = Pipe(), Pipe()
         start = Start(rank, folder, str(self._output), process_folder(), dict(os.environ), tuple(sys.path))
         self._process = start_process(run_rank, start, works, alarms)
-        works.close()  # else the end of the process would not end the connection
+        works.close()  # if it stayed open here, the end of the process would not end the connection
         alarms.close()
 
     @property
@@ -161,7 +163,7 @@ class PoolRank:
         return self._process.is_alive()
 
     def end(self) -> Died:
-        """Waits for the end of a process that is ending, and tells how it ended."""
+        """Waits until a process that is ending has ended, and returns how it ended."""
         self._process.join(5.0)
         self.kill()
         return Died(_how(self._process.exitcode), "\n".join(self.printed().splitlines()[-_LAST_LINES:]))
@@ -171,7 +173,7 @@ class PoolRank:
         self._process.join()
 
     def printed(self) -> str:
-        """Returns what the rank has printed since it was last asked, without what is of no use."""
+        """Returns what the rank has printed since the last call, without lines of ``_NOISE``."""
         if not self._output.stat().st_size:
             return ""
         lines = self._output.read_text(errors="replace").splitlines()
@@ -179,7 +181,7 @@ class PoolRank:
         return "\n".join(line for line in lines if not line.startswith(_NOISE))
 
     def close(self) -> None:
-        """Ends the process, and closes what the driver has of it."""
+        """Ends the process, and closes the driver's connections to it."""
         self.kill()
         self._process.close()
         self.work.close()

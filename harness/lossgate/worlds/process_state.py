@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that outlives a task in its process: what it left changed, in words, and how it was before.
+"""State of a process that a task may leave changed: captures it, describes changes, restores it.
 
 A world captures a ``ProcessState`` before each task and restores it afterwards. Ranks that are
 threads of one process have a ``ThreadState`` each, and exchange a ``SharedState`` whenever another
-of them goes on.
+rank goes on.
 
-NumPy's random numbers stay as a task leaves them: to read their state takes longer than all the
-rest. So do those of GPUs, and variables that compilers add to the environment.
+Three things stay as a task leaves them: NumPy's random numbers, because reading their state takes
+longer than all the rest, random numbers of GPUs, and variables that compilers add to the
+environment.
 """
 
 import os
@@ -21,54 +22,54 @@ from torch import Tensor
 
 _C: Any = torch._C
 _OF_COMPILERS = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_DUPLICATE_LIB_OK", "CUDA_HOME")
-"""What torch.compile adds to the environment, and reads again later."""
-_environment: dict[Any, Any] = getattr(os.environ, "_data")  # noqa: B009  as the system spells it: quick to compare
+"""Variables that torch.compile adds to the environment, and reads again later."""
+_environment: dict[Any, Any] = getattr(os.environ, "_data")  # noqa: B009  undecoded, so that it compares quickly
 _entered: list[Any] = []
-"""Guards of inference mode that were entered to restore it. To drop one would leave its mode."""
+"""Guards that restored inference mode. Each is kept, because a dropped guard ends its mode."""
 
 
 class _Setting(NamedTuple):
     name: str
-    """What a user writes to read it."""
+    """The expression that reads it, as a user writes it."""
     get: Callable[[], Any]
     set: Callable[[Any], object]
 
 
 @dataclass(frozen=True, eq=False)
 class SharedState:
-    """What all threads of a process share: settings of torch, the environment, random numbers."""
+    """State that all threads of a process share: torch's settings, environment, random numbers."""
 
     settings: tuple[Any, ...]
     """The values of ``_SHARED``."""
     environment: dict[Any, Any]
     random: Tensor
-    """The state of torch's generator on the CPU. Drawing from it is no change to tell."""
+    """The state of torch's generator on the CPU. ``changes`` does not report it."""
 
     @classmethod
     def capture(cls) -> "SharedState":
         return cls(_values(_SHARED), dict(_environment), torch.default_generator.get_state())
 
     def changes(self) -> list[str]:
-        """Returns in words what differs now."""
+        """Returns the changes since the capture, in words."""
         variables = [] if self.environment == _environment else _environment_changes(self.environment)
         return [*_changes(_SHARED, self.settings), *variables]
 
     def restore(self) -> "SharedState":
-        """Sets everything that differs back, and returns the state of before."""
-        settings, environment = _values(_SHARED), self.environment
-        if environment != _environment:
-            environment = dict(_environment)
+        """Restores this state, and returns the state that it replaces."""
+        same_environment = self.environment == _environment  # then no copy is needed
+        environment = self.environment if same_environment else dict(_environment)
+        replaced = SharedState(_values(_SHARED), environment, torch.default_generator.get_state())
+        if not same_environment:
             _restore_environment(self.environment)
-        before = SharedState(settings, environment, torch.default_generator.get_state())
-        if settings != self.settings:
+        if replaced.settings != self.settings:
             _restore(_SHARED, self.settings)
         torch.default_generator.set_state(self.random)
-        return before
+        return replaced
 
 
 @dataclass(frozen=True, eq=False)
 class ThreadState:
-    """What each thread has of its own, such as whether gradients are recorded.
+    """State that each thread has of its own, such as whether gradients are recorded.
 
     Capture, compare and restore it in the same thread.
     """
@@ -81,11 +82,11 @@ class ThreadState:
         return cls(_values(_OF_THREAD))
 
     def changes(self) -> list[str]:
-        """Returns in words what differs now."""
+        """Returns the changes since the capture, in words."""
         return list(_changes(_OF_THREAD, self.settings))
 
     def restore(self) -> None:
-        """Sets everything that differs back."""
+        """Restores this state."""
         _restore(_OF_THREAD, self.settings)
 
 
@@ -96,14 +97,15 @@ class ProcessState:
     shared: SharedState
     of_thread: ThreadState
     random: tuple[Any, ...]
-    """The state of Python's generator. Ranks that are threads share it: it is slow to exchange."""
+    """The state of Python's generator. Ranks that are threads share it, because exchanging it is
+    slow."""
 
     @classmethod
     def capture(cls) -> "ProcessState":
         return cls(SharedState.capture(), ThreadState.capture(), random.getstate())
 
     def changes(self) -> list[str]:
-        """Returns in words what differs now, random numbers aside.
+        """Returns the changes since the capture, in words. Random numbers do not count.
 
         Each text fits after "left", such as ``torch.get_default_dtype() at torch.float64 (it was
         torch.float32)``.
@@ -111,7 +113,7 @@ class ProcessState:
         return [*self.shared.changes(), *self.of_thread.changes()]
 
     def restore(self) -> None:
-        """Sets everything that differs back, in the thread that captured it."""
+        """Restores this state. Call this in the thread that captured it."""
         self.shared.restore()
         self.of_thread.restore()
         random.setstate(self.random)
@@ -129,17 +131,21 @@ def _changes(settings: Sequence[_Setting], old: tuple[Any, ...]) -> Iterator[str
 
 def _restore(settings: Sequence[_Setting], values: tuple[Any, ...]) -> None:
     for setting, value in zip(settings, values, strict=True):
-        if setting.get() != value:  # asked here, because one setting can change others
+        if setting.get() != value:  # read only now, because one setting can change others
             setting.set(value)
 
 
 def _different_variables(old: dict[Any, Any]) -> Iterator[tuple[str, str | None, str | None]]:
-    """Yields the variables that differ from the old ones: name, old value, and value now."""
+    """Yields the name, the old value and the present value of each variable that has changed."""
     for key in old | _environment:
-        was, now = (os.fsdecode(e[key]) if key in e else None for e in (old, _environment))
-        name = os.fsdecode(key)
-        if was != now and not (was is None and name.startswith(_OF_COMPILERS)):
+        name, was, now = os.fsdecode(key), _decoded(old.get(key)), _decoded(_environment.get(key))
+        added_by_compiler = was is None and name.startswith(_OF_COMPILERS)
+        if was != now and not added_by_compiler:
             yield name, was, now
+
+
+def _decoded(value: Any) -> str | None:
+    return None if value is None else os.fsdecode(value)
 
 
 def _environment_changes(old: dict[Any, Any]) -> Iterator[str]:
@@ -164,7 +170,7 @@ def _set_warn_only(warn_only: bool) -> None:
 
 
 class MixedPrecision(NamedTuple):
-    """The precisions of float32 products, if a kernel has set one by its new name.
+    """The precisions of float32 products, if a kernel has set one of them by its new name.
 
     Torch then refuses to read ``torch.get_float32_matmul_precision()``.
     """
@@ -175,7 +181,8 @@ class MixedPrecision(NamedTuple):
 
 
 _PRECISIONS = (("generic", "all"), ("cuda", "matmul"), ("mkldnn", "matmul"))
-"""Backends and operators of ``MixedPrecision``. The first comes first: it sets the others too."""
+"""The backend and the operator of each field of ``MixedPrecision``. ``all`` must be set first,
+because it sets the others too."""
 
 
 def _matmul_precision() -> str | MixedPrecision:
@@ -186,7 +193,7 @@ def _matmul_precision() -> str | MixedPrecision:
 
 
 def _set_matmul_precision(value: str | MixedPrecision) -> None:
-    by_new_names = value if isinstance(value, MixedPrecision) else MixedPrecision("none", "none", "none")
+    by_new_names = value if isinstance(value, MixedPrecision) else MixedPrecision("none", "none", "none")  # unset
     for operator, precision in zip(_PRECISIONS, by_new_names, strict=True):
         _C._set_fp32_precision_setter(*operator, precision)
     if isinstance(value, str):
@@ -196,7 +203,7 @@ def _set_matmul_precision(value: str | MixedPrecision) -> None:
 def _cudnn_tf32() -> bool | None:
     try:
         return _C._get_cudnn_allow_tf32()
-    except RuntimeError:  # convolutions differ from recurrent layers, by their new names
+    except RuntimeError:  # a kernel has set convolutions and recurrent layers differently, by their new names
         return None
 
 
@@ -206,6 +213,7 @@ def _set_cudnn_tf32(allow: bool | None) -> None:
 
 
 def _reduced(name: str, get: Callable[[], tuple[bool, bool]], set_: Callable[[bool, bool], object]) -> _Setting:
+    """Returns a setting of two flags. Torch returns a tuple of them, and takes two arguments."""
     return _Setting(name, get, lambda values: set_(*values))
 
 
@@ -263,7 +271,9 @@ _SHARED = (
 
 _OF_THREAD = (
     _Setting("torch.is_inference_mode_enabled()", torch.is_inference_mode_enabled, _set_inference_mode),
-    _Setting("torch.is_grad_enabled()", torch.is_grad_enabled, torch.set_grad_enabled),  # after inference mode sets it
+    _Setting(
+        "torch.is_grad_enabled()", torch.is_grad_enabled, torch.set_grad_enabled
+    ),  # after inference mode, which sets it
     *_autocast("cpu"),
     *_autocast("cuda"),
     _Setting("torch.is_autocast_cache_enabled()", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What code on a rank can call: the mesh of the rank that runs, and an assertion of all ranks."""
+"""Functions for code that runs on ranks: ``current_mesh`` and ``all_ranks_assert``."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -14,12 +14,12 @@ from lossgate.base.errors import UsageError
 from lossgate.base.layout import name_ranks
 
 _running: list[Callable[[], DeviceMesh | None]] = []
-"""For each run under way in this process, what returns the mesh of the rank that runs; None if that
-has not joined its groups yet."""
+"""One function for each run under way in this process. It returns the mesh of the rank that runs,
+or None if that rank has not joined its groups yet."""
 
 
 def current_mesh() -> DeviceMesh:
-    """Returns the mesh of the rank that runs now: what its kernel is given as ``mesh``.
+    """Returns the mesh of the rank that runs now. Its kernel gets the same as ``mesh``.
 
     It is for frameworks that keep their groups in variables of the process. Simulated ranks are
     threads of one process and share those variables, so have the framework's functions ask here::
@@ -28,24 +28,24 @@ def current_mesh() -> DeviceMesh:
             lossgate.current_mesh().get_group("tp")
         )
 
-    It is right in forward and backward, also in threads that torch starts for backward, and in
-    worlds whose ranks are processes.
+    It works in forward and backward, also in threads that torch starts for backward, and in worlds
+    whose ranks are processes.
 
     Raises:
-        UsageError: if no rank runs, as while a module is imported.
+        UsageError: if no rank runs, for example while a module is imported.
     """
     mesh = _running[-1]() if _running else None
     if mesh is None:
-        raise UsageError("current_mesh(): no rank runs now; call it in a kernel, or in what a kernel calls")
+        raise UsageError("current_mesh(): no rank runs now; call it in a kernel, or in a function that a kernel calls")
     return mesh
 
 
 @contextmanager
 def running(mesh: Callable[[], DeviceMesh | None]) -> Generator[None]:
-    """Has ``current_mesh`` return a mesh.
+    """Makes ``current_mesh`` work during a run.
 
     Args:
-        mesh: returns that of the rank that runs.
+        mesh: returns the mesh of the rank that runs.
     """
     _running.append(mesh)
     try:
@@ -62,8 +62,8 @@ def all_ranks_assert(condition: bool | Tensor, message: str = "", group: Any = N
 
     Args:
         condition: what should hold on this rank: a bool, or a tensor of one entry.
-        message: what is wrong where it does not hold.
-        group: the ranks that check together; by default all.
+        message: what is wrong if it does not hold.
+        group: the ranks that check together; by default all ranks.
 
     Raises:
         AssertionError: on each rank of the group. It names the ranks on which the condition fails.
@@ -75,9 +75,7 @@ def all_ranks_assert(condition: bool | Tensor, message: str = "", group: Any = N
     held = torch.tensor([bool(condition)], dtype=torch.uint8, device=device)
     of_all = [torch.empty_like(held) for _ in range(dist.get_world_size(group))]
     dist.all_gather(of_all, held, group=group)
-    if failed := [rank for rank, one in zip(_ranks_of(group), of_all, strict=True) if not one.item()]:
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    failed = [rank for rank, on_rank in zip(ranks, of_all, strict=True) if not on_rank.item()]
+    if failed:
         raise AssertionError(f"{message or 'the condition does not hold'} (on {name_ranks(failed)})")
-
-
-def _ranks_of(group: Any) -> list[int]:
-    return dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -21,8 +21,8 @@ class SimulatedRanks:
         with lossgate.SimulatedRanks() as simulated_ranks:
             results = simulated_ranks(function, hidden, weight, tp=2, cp=2)
 
-    In a pytest file, the fixture ``simulated_ranks`` is one of these. The ranks of a layout are
-    made in its first call, and serve later calls until ``close``.
+    In a pytest file, the fixture ``simulated_ranks`` is such an object. The first call with a
+    layout makes its ranks. They serve later calls until ``close``.
     """
 
     def __init__(self) -> None:
@@ -44,8 +44,8 @@ class SimulatedRanks:
     ) -> list[T]:
         """Calls ``function(context, *arguments)`` on every rank.
 
-        Each rank gets copies of the arguments, as a process of its own would. What the function
-        closes over is shared by all ranks.
+        Each rank gets copies of the arguments, as a process of its own would. All ranks share what
+        the function closes over.
 
         Args:
             function: gets the ``RankContext`` of its rank: ``rank``, ``layout``, ``device``, and
@@ -55,15 +55,15 @@ class SimulatedRanks:
             timeout: seconds for which a rank may neither reach a collective nor return.
             order: the order in which reductions add up what the ranks bring: "rank", "permuted",
                 "tree" or "ring".
-            seed: of the permutations, if ``order`` is "permuted".
+            seed: the seed of the permutations, if ``order`` is "permuted".
 
         Returns:
-            What the function returned on each rank, by rank.
+            The results of the function, by rank.
 
         Raises:
-            RankFailure: the first failure of a rank. It names the rank, and where it was; the
-                exception that a rank raised is its ``__cause__``.
-            UsageError: if a layout is not possible, or an argument can't be copied.
+            RankFailure: the first failure of a rank. It names the rank and the line where the rank
+                was. If the rank raised an exception, that is the ``__cause__``.
+            UsageError: if the layout is not possible, or an argument can't be copied.
         """
         __tracebackhide__ = True
         if not callable(function):
@@ -71,9 +71,9 @@ class SimulatedRanks:
         layout = Layout(dp, cp, tp)
         world = self._of_calls.get((layout, timeout)) or self.world(layout, timeout)
         self._of_calls[layout, timeout] = world
-        own = [_copies(arguments) for _ in range(layout.ranks)]
+        copies = [_copies(arguments) for _ in range(layout.ranks)]
         try:
-            return world.run(lambda context: function(context, *own[context.rank]), order=order, seed=seed)
+            return world.run(lambda context: function(context, *copies[context.rank]), order=order, seed=seed)
         except RankFailure as failure:  # without the frames of lossgate, which say nothing to users
             raise failure.with_traceback(None) from failure.__cause__
         finally:
@@ -81,8 +81,10 @@ class SimulatedRanks:
 
     def world(self, layout: str | Layout, timeout: float = 60.0) -> SimulatedWorld:
         """Returns a new world, for tests that look into it. ``close`` closes it with the others."""
-        self._worlds.append(SimulatedWorld(Layout.parse(layout) if isinstance(layout, str) else layout, timeout))
-        return self._worlds[-1]
+        parsed = Layout.parse(layout) if isinstance(layout, str) else layout
+        world = SimulatedWorld(parsed, timeout)
+        self._worlds.append(world)
+        return world
 
     def close(self) -> None:
         """Ends all ranks."""
@@ -99,7 +101,7 @@ class SimulatedRanks:
 
 
 def _copies(arguments: Sequence[Any]) -> list[Any]:
-    """Copies arguments. What two of them share is shared by their copies."""
+    """Copies the arguments for one rank. The copies share the tensors that the arguments share."""
     memo: dict[int, Any] = {}
     return [_copy(number, argument, memo) for number, argument in enumerate(arguments, 1)]
 
@@ -110,5 +112,5 @@ def _copy(number: int, argument: Any, memo: dict[int, Any]) -> Any:
     except Exception as error:
         raise UsageError(
             f"simulated_ranks: argument {number}, a {type(argument).__name__}, can't be copied for each rank: {error}. "
-            "Detach a tensor that has a graph, or let the function close over what all ranks may share"
+            "Detach a tensor that has a graph, or let the function close over objects that all ranks may share"
         ) from None

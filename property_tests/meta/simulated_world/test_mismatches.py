@@ -67,7 +67,7 @@ def test_arguments_of_one_rank_that_do_not_fit_together(make_world: MakeWorld) -
             torch.empty(1), torch.ones(3)
         ),
         "1 outputs for 2 ranks": lambda _: dist.all_gather([torch.empty(1)], torch.ones(1)),
-        "its own output slot is float32[2], its input float32[1]": lambda _: dist.all_gather(
+        "its own output slot is float32[2], but its input is float32[1]": lambda _: dist.all_gather(
             [torch.empty(2)] * 2, torch.ones(1)
         ),
         "1 inputs for 2 ranks": lambda _: dist.reduce_scatter(torch.empty(1), [torch.ones(1)]),

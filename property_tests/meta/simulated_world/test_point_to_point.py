@@ -63,10 +63,10 @@ def test_batched_and_coalesced_calls(make_world: MakeWorld) -> None:
 @pytest.mark.parametrize(
     ("received", "shown"),
     [
-        (lambda: torch.empty(3), "rank 1 receives float32[3], rank 0 sent float32[2]"),
-        (lambda: torch.empty(2, 1), "rank 1 receives float32[2, 1], rank 0 sent float32[2]"),
-        (lambda: torch.empty(1), "rank 1 receives float32[1], rank 0 sent float32[2]"),
-        (lambda: torch.empty(2, dtype=torch.bfloat16), "rank 1 receives bfloat16[2], rank 0 sent float32[2]"),
+        (lambda: torch.empty(3), "rank 1 receives float32[3], but rank 0 sent float32[2]"),
+        (lambda: torch.empty(2, 1), "rank 1 receives float32[2, 1], but rank 0 sent float32[2]"),
+        (lambda: torch.empty(1), "rank 1 receives float32[1], but rank 0 sent float32[2]"),
+        (lambda: torch.empty(2, dtype=torch.bfloat16), "rank 1 receives bfloat16[2], but rank 0 sent float32[2]"),
     ],
 )
 def test_a_message_that_does_not_fit(make_world: MakeWorld, received: Callable[[], Tensor], shown: str) -> None:
@@ -154,7 +154,7 @@ def test_a_message_nobody_waits_for_or_receives(make_world: MakeWorld) -> None:
 
     message = failure_of(make_world("tp=2"), body, CollectiveMismatch)
     assert message.startswith(
-        "rank 0 sent what rank 1 never received: send(float32[2]) to rank 1 on world[0, 1], tag 0"
+        "rank 0 made a send that rank 1 never received: send(float32[2]) to rank 1 on world[0, 1], tag 0"
     )
 
 

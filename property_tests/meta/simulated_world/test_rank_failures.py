@@ -50,10 +50,10 @@ def test_use_of_another_ranks_group(make_world: MakeWorld) -> None:
 
     message = failure_of(world, body, CollectiveMisuse)
     assert (
-        "rank 1 called all_reduce on the group object of rank 0 (tp[0, 1]): it leaked from one rank to another"
+        "rank 1 called all_reduce on the group object of rank 0 (tp[0, 1]): the object leaked from one rank to another"
         in message
     )
-    with pytest.raises(CollectiveMisuse, match="outside of its world's run"):
+    with pytest.raises(CollectiveMisuse, match="was called outside of its world's run"):
         dist.all_reduce(torch.ones(1), group=cache["tp"])
 
 

@@ -76,5 +76,5 @@ def test_a_variable_of_the_process_is_that_of_another_rank(make_world: MakeWorld
 
 def test_outside_a_run_there_is_none(make_world: MakeWorld) -> None:
     make_world("tp=2").run(lambda context: None)
-    with pytest.raises(UsageError, match=r"current_mesh\(\): no rank runs now; call it in a kernel, or in what"):
+    with pytest.raises(UsageError, match=r"current_mesh\(\): no rank runs now; call it in a kernel, or in a function"):
         current_mesh()

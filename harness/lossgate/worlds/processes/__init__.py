@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that are processes, with real process groups. The pool and torchrun share this.
 
-Tasks and results travel on connections apart from the kernels' groups. So a kernel that breaks its
-groups can't break the verdict.
+Tasks and results travel on their own connections, not on the kernels' groups. So a kernel that
+breaks its groups can't break the verdict.
 
 Where to look:
-    conductor: has ranks run a task, and finds out what became of each. Runs in the driver.
-    world: the world, and what became of its ranks, in words.
+    conductor: makes ranks run a task, and finds out what became of each. Runs in the driver.
+    world: the world, and messages about what became of its ranks.
     messages: what driver and ranks say to each other.
     server: the loop of a rank's process.
     groups: the process groups and meshes of a rank.

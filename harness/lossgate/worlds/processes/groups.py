@@ -16,24 +16,24 @@ from lossgate.worlds.base import RankContext
 from lossgate.worlds.processes.messages import Assignment
 
 OpenStore = Callable[[str, int], dist.Store]
-"""Opens the store of a meeting, for so many ranks."""
+"""Opens the store of a meeting. It gets the name of the meeting, and the number of ranks."""
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_LOOKED = 0.002
-"""Seconds between two looks whether all ranks have made their groups."""
+_BETWEEN_CHECKS = 0.002
+"""Seconds between two checks whether all ranks have made their groups."""
 _PATIENCE = timedelta(hours=1)
-"""The driver ends what takes too long. So torch's own time-outs must not come first."""
+"""Torch's own time-out. It is long, because the driver ends tasks that take too long."""
 CONNECTING = 45.0
 """Seconds after which a rank gives up to connect to the others, where it can't be replaced."""
 
 
 class RankGroups:
-    """The groups of one rank. It is a member of the default group of each layout that it serves.
+    """The groups of one rank. The rank is in the default group of each layout that it serves.
 
     Args:
         rank: its rank, the same in every layout.
-        local_rank: its number among the ranks of this machine, and that of its GPU.
-        open_store: where ranks meet.
+        local_rank: its number among the ranks of this machine, which is also that of its GPU.
+        open_store: opens the store of a meeting.
         connecting: seconds that it may wait for the connections of a group. Nothing can interrupt
             that wait. None if its process is replaced where it must stop there.
     """
@@ -81,17 +81,17 @@ class RankGroups:
     def _wait_for_all(self, layout: Layout) -> None:
         """Waits until all ranks have made the groups of a layout.
 
-        A rank whose task fails at once would else leave while others still connect to it, and those
-        can't be stopped there.
+        Otherwise a rank whose task fails at once would leave while other ranks still connect to it,
+        and a rank can't be stopped while it connects.
         """
         assert self._store is not None
         here = f"ranks with the groups of {layout}"
         self._store.add(here, 1)
         while self._store.add(here, 0) < layout.ranks:
-            sleep(_LOOKED)
+            sleep(_BETWEEN_CHECKS)
 
     def calls(self) -> dict[str, int]:
-        """Returns how many calls this rank made on each group of several ranks, by its name."""
+        """Returns the number of calls of this rank on each group of several ranks, by its name."""
         return {name: group._get_sequence_number_for_group() for group, name in _real_groups().items()}
 
     def discard(self) -> None:

@@ -12,10 +12,10 @@ class Assignment:
     """A task, and the groups that it needs."""
 
     number: int
-    """Tells it from those before."""
+    """A number that no earlier assignment has."""
     layout: Layout
     meeting: str
-    """Where the ranks meet to make their groups. Groups of another meeting are made anew."""
+    """The name under which the ranks meet to make their groups. A new name makes them anew."""
     device: str
     """``"cpu"`` or ``"cuda"``."""
     task: bytes
@@ -24,17 +24,20 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Finish:
-    """The rank's process ends, with this exit code, also if a task that can't be stopped runs."""
+    """Makes the process of a rank end. On the alarm connection it ends even a task that can't be
+    stopped.
+    """
 
     code: int
+    """The exit code."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a rank tells of an assignment."""
+    """News from a rank about an assignment."""
 
     number: int
-    """That of the assignment. The driver may have given it up, and ignores what comes late."""
+    """The number of the assignment. The driver ignores news of one that it has given up."""
     news: "News"
 
 
@@ -53,7 +56,7 @@ class Loaded:
     """The rank has loaded the task. Its time counts from here."""
 
     code: Mapping[str, int]
-    """A checksum of each module that it has loaded, unless installed."""
+    """A checksum of each module that it has loaded, without installed packages."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Returned:
     """The task returned."""
 
     result: bytes
-    """Pickled."""
+    """The pickled result."""
     calls: Mapping[str, int]
     """How many calls the rank made on each group, by the group's name."""
 
@@ -79,9 +82,10 @@ class Raised:
     """The function of torch.distributed that raised it, if one did."""
     stack: str
     lost_connection: bool
-    """It says that another rank is gone. So it is an echo, and no cause, if another rank failed."""
+    """Whether the exception says that another rank is gone. If another rank failed, this exception
+    is then an echo and not the cause."""
     error: bytes | None
-    """A ``LossgateError``, pickled: it is raised in the driver as it is."""
+    """The pickled exception if it is a ``LossgateError``: the driver raises it as it is."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ News = Begun | Met | Loaded | Returned | Raised | Stopped
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a rank is. It answers ``WHERE``."""
+    """Where a rank is, in answer to ``WHERE``."""
 
     collective: str | None
     """The function of torch.distributed that it is in, if any."""
@@ -104,7 +108,7 @@ class Whereabouts:
     cpu_seconds: float
     """The processor time that the rank's process has used."""
     runnable: bool
-    """A thread of the process runs, or waits for a processor. Only Linux tells."""
+    """Whether a thread of the process runs or waits for a processor. Only Linux tells."""
 
 
 WHERE = "where"
@@ -113,7 +117,7 @@ WHERE = "where"
 
 @dataclass(frozen=True)
 class Stop:
-    """Makes a rank stop a task. There is no answer but ``Stopped``, or what came first."""
+    """Makes a rank stop a task. The rank answers ``Stopped``, unless the task has ended before."""
 
     number: int
-    """The number of the assignment. One that has just ended must not stop the next."""
+    """The number of the assignment. If that has just ended, the next one is not stopped."""

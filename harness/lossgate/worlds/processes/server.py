@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of a rank's process: loads tasks, runs them, and tells what became of them.
+"""The loop of a rank's process: loads tasks, runs them, and tells the driver how they ended.
 
-It tells which code it has loaded, too: ranks on several machines may have files of different days.
+It also tells which code it has loaded, because machines may have different versions of a file.
 """
 
 import pickle
 import sys
 import sysconfig
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from lossgate.worlds.processes.watcher import StopTask, Watcher
 from lossgate.worlds.running import running
 
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-"""Packages here are distinguished by their versions."""
+"""Folders of installed packages. The driver compares the versions of these packages."""
 
 
 def loaded_code() -> dict[str, int]:
@@ -36,6 +36,7 @@ def loaded_code() -> dict[str, int]:
 
 @cache
 def _checksums(modules: int) -> dict[str, int]:
+    """Returns the checksums. The number of loaded modules is only the key of the cache."""
     found: dict[str, int] = {}
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)
@@ -51,7 +52,7 @@ def _checksum(file: str) -> int:
 
 
 _LOST = ("Connection closed", "Connection reset", "Socket closed", "Broken pipe", "remote process exited")
-"""What gloo and nccl say when another rank is gone."""
+"""Parts of the errors that gloo and nccl raise when another rank is gone."""
 
 
 def serve(
@@ -68,10 +69,10 @@ def serve(
 
     Args:
         rank: the rank of this process.
-        local_rank: its number among the ranks of this machine, and that of its GPU.
-        work: brings tasks, and takes what became of them.
-        alarm: brings questions while a task runs.
-        open_store: where ranks meet to make groups.
+        local_rank: its number among the ranks of this machine, which is also that of its GPU.
+        work: the connection that brings tasks and takes the replies.
+        alarm: the connection on which the driver asks and interrupts while a task runs.
+        open_store: opens the store in which ranks meet to make groups.
         kept: file descriptors that stay open when a task is stopped.
         connecting: seconds that the rank may wait for others to connect; None for no limit.
 
@@ -89,13 +90,15 @@ def serve(
             groups.discard()
             return given.code
 
-        def tell(news: News, number: int = given.number) -> None:
-            work.send(Reply(number, news))
-
-        outcome = watcher.run(given.number, lambda given=given, tell=tell: _run(given, groups, tell))
+        tell = partial(_tell, work, given.number)
+        outcome = watcher.run(given.number, partial(_run, given, groups, tell))
         tell(outcome)
         if not isinstance(outcome, Returned):
             watcher.cut_connections()  # the others may wait for this rank
+
+
+def _tell(work: Connection, number: int, news: News) -> None:
+    work.send(Reply(number, news))
 
 
 def _run(given: Assignment, groups: RankGroups, tell: Callable[[News], None]) -> Returned | Raised:
@@ -113,7 +116,7 @@ def _run(given: Assignment, groups: RankGroups, tell: Callable[[News], None]) ->
 
 
 def _result(task: Task[Any], context: RankContext) -> Any:
-    """Runs a task, and restores what it changed of the process.
+    """Runs a task, and restores the state of the process.
 
     Raises:
         StateLeak: if it left anything changed.

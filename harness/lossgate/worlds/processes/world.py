@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A world whose ranks are processes, and what became of them, in words."""
+"""A world whose ranks are processes, and the messages about ranks that failed."""
 
 import itertools
 import pickle
@@ -18,35 +18,41 @@ from lossgate.worlds.processes.messages import Assignment, Raised, Returned
 
 
 def failure_of(record: TaskOutcome) -> LossgateError | None:
-    """Returns why a task failed, or None if it did not.
+    """Returns why a task failed, or None if it did not fail.
 
-    It is the first failure that is not the echo of another rank's end. Then come the other ranks,
-    each with what it did, and their stacks.
+    The message names the cause first: the first failure that is not the echo of another rank's end.
+    Then it says what each other rank did, and shows the stacks.
     """
     if not record.failed:
         return None
-    rank, cause = _cause(record)
+    found = _cause(record)
+    if found is None:
+        return _timed_out(record)
+    rank, cause = found
     if isinstance(cause, Died):
         return RankDied(_message(f"rank {rank} died: {cause.how}", rank, record))
-    if isinstance(cause, Raised):
-        if cause.error is not None:
-            return pickle.loads(cause.error)
-        text = f"rank {rank} raised {cause.kind}: {cause.text}  [{cause.site}]"
-        return RankRaised(_message(text, rank, record), rank, cause.kind, cause.site)
-    return _timed_out(record)
+    if cause.error is not None:
+        return pickle.loads(cause.error)
+    text = f"rank {rank} raised {cause.kind}: {cause.text}  [{cause.site}]"
+    return RankRaised(_message(text, rank, record), rank, cause.kind, cause.site)
 
 
-def _cause(record: TaskOutcome) -> tuple[int, Died | Raised | None]:
+def _cause(record: TaskOutcome) -> tuple[int, Died | Raised] | None:
+    """Returns the rank that failed first, and how; None if ranks are only stuck.
+
+    If several ranks failed like the first, chance decided which was first: the lowest is returned.
+    """
     failed = {rank: o for rank, o in record.outcomes.items() if isinstance(o, Died | Raised)}
     causes = {rank: o for rank, o in failed.items() if isinstance(o, Died) or not o.lost_connection}
     if not causes and record.stuck:
-        return -1, None
-    first = next(iter((causes or failed).values()))
-    return min((rank, o) for rank, o in (causes or failed).items() if _same(o, first))
+        return None
+    possible = causes or failed
+    first = next(iter(possible.values()))
+    return min((rank, o) for rank, o in possible.items() if _same(o, first))
 
 
 def _same(one: Died | Raised, other: Died | Raised) -> bool:
-    """Whether two ranks failed alike. Which came first is then chance: the lowest is named."""
+    """Returns whether two ranks failed alike."""
     if isinstance(one, Raised) and isinstance(other, Raised):
         return (one.kind, one.site) == (other.kind, other.site)
     return one == other
@@ -85,10 +91,10 @@ def _doing(rank: int, record: TaskOutcome) -> str:
 
 
 def _stacks(record: TaskOutcome) -> Iterator[str]:
-    """Yields each Python stack, with the ranks that have it, and the last words of those that
-    died.
+    """Yields each Python stack and each last output of a rank that died, with the ranks that have
+    it.
     """
-    ranks_of: dict[tuple[str, str], list[int]] = {}
+    ranks_of: dict[tuple[str, str], list[int]] = {}  # by the kind of text, and the text
     for rank, outcome in sorted(record.outcomes.items()):
         source = outcome if isinstance(outcome, Raised) else record.stuck.get(rank)
         if source is not None:
@@ -100,8 +106,8 @@ def _stacks(record: TaskOutcome) -> Iterator[str]:
 
 
 _MEETINGS = 3
-"""How often ranks try to make their groups. Gloo now and then loses a connection that it is making,
-tries it again, and waits for ever. No kernel is to blame for that."""
+"""How often ranks try to make their groups. Gloo sometimes loses a connection that it is making,
+tries again, and waits for ever. No kernel is to blame for that."""
 
 
 class RankProcesses(ABC):
@@ -114,7 +120,7 @@ class RankProcesses(ABC):
         self._meeting = ""
 
     def run(self, task: bytes, layout: Layout, device: str, timeout: float) -> list[Any]:
-        """Runs a pickled task on the first ranks. Raises what ``World.run`` raises."""
+        """Runs a pickled task on the first ranks. Returns and raises the same as ``World.run``."""
         record = self._conduct(task, layout, device, timeout)
         for _ in range(_MEETINGS - 1):
             if record.met or not record.failed:
@@ -124,7 +130,7 @@ class RankProcesses(ABC):
             raise UsageError(drift)
         failure = failure_of(record)
         if failure is not None and not record.met:
-            raise WorldLost(f"the ranks could not make their groups in {_MEETINGS} tries; the last: {failure}")
+            raise WorldLost(f"the ranks could not make their groups in {_MEETINGS} tries; the last failure: {failure}")
         if failure is not None:
             raise failure
         outcomes = [record.outcomes[rank] for rank in range(layout.ranks)]
@@ -147,12 +153,12 @@ class RankProcesses(ABC):
         return record
 
     def forget_groups(self) -> None:
-        """Has the ranks of the next task make their groups anew."""
+        """Makes the ranks of the next task create their groups anew."""
         self._met = None
 
     @abstractmethod
     def ranks(self, count: int) -> Sequence[RankHandle]:
-        """Returns the first ranks, alive.
+        """Returns the first ``count`` ranks, all alive.
 
         Raises:
             WorldLost: if there are fewer.
@@ -164,17 +170,18 @@ def _pickled(task: Task[Any]) -> bytes:
         return cloudpickle.dumps(task)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"what ranks should run can't be sent to their processes: {error}. Make it there, or run it in world "
-            "'simulated', whose ranks are in this process"
+            f"the function for the ranks can't be sent to their processes: {error}. Create what can't be sent inside "
+            "the function, or run it in world 'simulated', whose ranks are in this process"
         ) from error
 
 
 def _drift(record: TaskOutcome) -> str:
-    """Returns how the code of the ranks differs, in words; empty if it does not."""
+    """Returns a difference between the code of the ranks, in words; "" if there is none."""
+    of_rank_0 = record.code.get(0, {})
     for rank, code in sorted(record.code.items()):
         for name, checksum in code.items():
-            if record.code.get(0, code).get(name, checksum) != checksum:
-                return f"rank {rank} has another file of module {name} than rank 0; give all machines the same"
+            if name in of_rank_0 and of_rank_0[name] != checksum:
+                return f"module {name} on rank {rank} differs from that on rank 0; give all machines the same files"
     return ""
 
 
@@ -182,10 +189,10 @@ class ProcessWorld:
     """Runs tasks on processes that other worlds use as well.
 
     Args:
-        layout: its ranks.
+        layout: the layout of its ranks.
         timeout: seconds that a task may take on all ranks.
         device: where the ranks compute, ``"cpu"`` or ``"cuda"``.
-        processes: returns the ranks, which may be others tomorrow.
+        processes: returns the processes. Each task asks for them anew, as they may be replaced.
     """
 
     repeatable = False
@@ -195,7 +202,7 @@ class ProcessWorld:
         self._processes = processes
 
     def run(self, task: Task[T], *, order: ReductionOrder = "rank", seed: int = 0, patience: float = 1.0) -> list[T]:
-        """Runs a task on every rank; see ``World.run``. ``order`` and ``seed`` change nothing."""
+        """Runs a task on every rank; see ``World.run``. ``order`` and ``seed`` have no effect."""
         return self._processes().run(_pickled(task), self.layout, self.device, patience * self.timeout)
 
     def close(self) -> None:

@@ -3,11 +3,12 @@
 
 Kernels make ordinary ``torch.distributed`` calls. A run is deterministic, and a collective takes a
 few tenths of a millisecond. The world is stricter than real libraries. It raises at once if calls
-do not match, ranks deadlock, a rank uses another rank's group, makes a call in a thread that it has
-started, or writes to a tensor of a call before ``wait()``. An output that is read before ``wait()``
-is NaN, or an extreme value of its dtype. A send waits for its receive, as NCCL's do: what passes
-here needs no buffer of a library. Each rank sees its own default dtype, random numbers and
-environment, as in a process of its own, and may not leave them changed.
+do not match, if ranks deadlock, or if a rank uses another rank's group, makes a call in a thread
+that it has started, or writes to a tensor of a call before ``wait()``. An output that is read
+before ``wait()`` is NaN, or an extreme value of its dtype. A send waits for its receive, as NCCL's
+do, so a kernel that passes needs no buffer of a library. Each rank sees its own default dtype,
+random numbers and environment, as in a process of its own. It must leave settings and environment
+as they were.
 
 Where to look:
     world: the world and its ranks.

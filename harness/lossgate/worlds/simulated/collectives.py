@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives: a rank's call, checks of its arguments, the work, and the handle that it returns.
 
-The work is done once all members have called. Each function of it takes the calls of all members by
-group rank, reads their inputs and writes their outputs. ``root`` is a group rank. Each reads every
-input before it writes an output, because a tensor can be both.
+The work is done once all members have called. The functions that do it take the calls of all
+members by group rank, read their inputs and write their outputs. ``root`` is a group rank. They
+read every input before they write an output, because a tensor can be both.
 """
 
 from collections.abc import Callable, Sequence
@@ -141,8 +141,8 @@ def _write(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         target.detach().copy_(source)
 
 
-# Checks of arguments. Each returns what is wrong, for an error message, or None. ``agreed`` of a
-# call covers what all members must pass alike; these cover the rest.
+# Checks of arguments. Each returns the mistake in words, or None. ``Call.agreed`` has the arguments
+# that all members must pass alike. These functions check the others.
 
 
 def slots_mismatch(slots: Sequence[Tensor], own: Tensor, group_rank: int, ranks: int) -> str | None:
@@ -150,13 +150,15 @@ def slots_mismatch(slots: Sequence[Tensor], own: Tensor, group_rank: int, ranks:
     if len(slots) != ranks:
         return f"{len(slots)} outputs for {ranks} ranks"
     if slots[group_rank].shape != own.shape:
-        return f"its own output slot is {show(slots[group_rank])}, its input {show(own)}"
+        return f"its own output slot is {show(slots[group_rank])}, but its input is {show(own)}"
     return None
 
 
 def parts_mismatch(parts: Sequence[Tensor], ranks: int) -> str | None:
     """Checks that reduce_scatter has one input per rank."""
-    return f"{len(parts)} inputs for {ranks} ranks" if len(parts) != ranks else None
+    if len(parts) != ranks:
+        return f"{len(parts)} inputs for {ranks} ranks"
+    return None
 
 
 def size_mismatch(whole_name: str, whole: Tensor, part_name: str, part: Tensor, ranks: int) -> str | None:
@@ -168,8 +170,10 @@ def size_mismatch(whole_name: str, whole: Tensor, part_name: str, part: Tensor, 
 
 def cover_mismatch(source: Tensor, sent: list[int], output: Tensor, received: list[int]) -> str | None:
     """Checks that the splits of an all_to_all_single add up to the rows of input and output."""
-    if sum(sent) != source.shape[0] or sum(received) != output.shape[0]:
-        return f"splits {sent} do not add up to the rows of {show(source)}, or {received} to those of {show(output)}"
+    if sum(sent) != source.shape[0]:
+        return f"input splits {sent} do not add up to the rows of the input {show(source)}"
+    if sum(received) != output.shape[0]:
+        return f"output splits {received} do not add up to the rows of the output {show(output)}"
     return None
 
 
@@ -240,7 +244,7 @@ class SimulatedWork(_WorkBase):  # type: ignore[misc]
 
 
 def all_of(works: Sequence[SimulatedWork]) -> SimulatedWork:
-    """Returns one handle that waits for several."""
+    """Returns one handle that waits for several handles."""
 
     def wait() -> None:
         for work in works:

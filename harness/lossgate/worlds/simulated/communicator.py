@@ -63,9 +63,9 @@ class Mailbox:
     The n-th receive gets the n-th message, in whatever order they are waited for.
     """
     unwaited_sends: dict[int, str] = field(default_factory=dict)
-    """Descriptions of the sends without ``wait()`` so far, by their number, with the call site."""
+    """Descriptions of the sends without ``wait()`` so far, with their call sites, by number."""
     unwaited_receives: dict[int, str] = field(default_factory=dict)
-    """The same of the receives."""
+    """The same for receives."""
 
 
 @dataclass
@@ -95,10 +95,6 @@ class Communicator:
         self.order, self.seed = order, seed
         self.reductions.clear()
         self.log, self.in_flight, self.mail = [], [], {}
-
-    def running_rank(self) -> int | None:
-        """Returns the rank whose thread calls this, or None in a thread of no rank."""
-        return self.lockstep.rank_of_this_thread()
 
     def next_seed(self, ranks: Sequence[int]) -> int:
         """Returns the seed of the next reduction in the group of these ranks.

@@ -25,9 +25,9 @@ class SimulatedGroup(Member):
     Error messages and the log use the names under which torch documents the calls, such as
     ``all_reduce`` for ``allreduce`` and ``all_gather_into_tensor`` for ``all_gather_single``.
 
-    They raise ``CollectiveMisuse`` if a thread other than their rank's calls them, and
-    ``CollectiveMismatch`` if arguments do not fit together. They block, and so can fail with
-    ``Deadlock``, unless ``opts.asyncOp`` is set.
+    The methods raise ``CollectiveMisuse`` if a thread other than their rank's calls them, and
+    ``CollectiveMismatch`` if arguments do not fit together. Unless ``opts.asyncOp`` is set, they
+    block, and so can fail with ``Deadlock``.
     """
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
@@ -149,5 +149,5 @@ class SimulatedGroup(Member):
 
 
 def _op_of(opts: Any) -> Any:
-    """Returns the reduce op of torch's options, which is a sum if there are no options."""
+    """Returns the reduce op of torch's options, or a sum if there are no options."""
     return opts.reduceOp if opts is not None else ReduceOp.SUM

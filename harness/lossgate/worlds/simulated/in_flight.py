@@ -2,7 +2,7 @@
 """Asynchronous calls: detects a kernel that touches a tensor before ``wait()``.
 
 A kernel that reads an output too early reads NaN. A kernel that writes to an input or an output too
-early gets an error. In a real library its results would depend on timing.
+early gets an error. In a real library the results of both would depend on timing.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,13 +19,13 @@ from lossgate.worlds.simulated.rendezvous import Rendezvous
 class Watch:
     """Remembers tensors as they are now, in order to tell later which were written to.
 
-    It compares bits, so NaN equals NaN, and -0 differs from 0. A write can leave the bits as they
-    are: NaN + 1 is NaN. Torch's version counter shows such a write too. It counts for all views of
-    one memory, so it is asked only for a tensor that spans its whole memory. A write through
-    ``.data`` or NumPy is not counted, and is seen by its bits alone.
+    It compares bits, so NaN equals NaN, and -0 differs from 0. It also compares torch's version
+    counters, because a write can leave the bits as they are: NaN + 1 is NaN. All views of one
+    memory share a counter, so it is used only for a tensor that spans its whole memory. Torch does
+    not count writes through ``.data`` or NumPy; only their bits show them.
 
     Args:
-        tensors: what to watch. It is read, not kept from being read.
+        tensors: the tensors to watch.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -47,7 +47,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Returns the number of writes to a tensor, or None if writes to other memory count as well."""
+    """Returns torch's count of writes to a tensor; None if it has none for this tensor alone."""
     spans = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     return tensor._version if spans and not tensor.is_inference() else None
 
@@ -64,22 +64,19 @@ def post_in_flight(rendezvous: Rendezvous, call: Call, complete: Complete) -> Ca
         complete: does the work, given the calls of all members.
 
     Returns:
-        The wait. It blocks until the call is complete, and does nothing when called again. It
-        raises ``CollectiveMisuse`` if the rank wrote to an input or an output meanwhile.
+        The wait, a function. It blocks until the call is complete, and does nothing when called
+        again. It raises ``CollectiveMisuse`` if the rank wrote to an input or an output meanwhile.
 
     Raises:
         CollectiveMismatch: the call disagrees with one that another member has already made.
         Unwind: the run has failed elsewhere.
     """
     communicator, inputs, outputs = rendezvous.communicator, call.inputs, call.outputs
-    with unobserved():
-        snapshots = {id(t): t.detach().clone() for t in [*inputs, *outputs]}
-    call.inputs = [snapshots[id(t)] for t in inputs]
-    call.outputs = [snapshots[id(t)] for t in outputs]  # a tensor that is input and output stays one tensor
+    _copy_tensors(call)
     with torch.no_grad(), unobserved():
         for tensor in outputs:
             poison(tensor.detach())
-    # From now on: an input can lie in an output, as in an all_gather from a slice of its output.
+    # Made after poisoning: an input can lie in an output, as in an all_gather from a slice of it.
     watch = Watch([*outputs, *inputs])
     communicator.in_flight.append(call)
     rendezvous.post(call, complete)
@@ -100,6 +97,14 @@ def post_in_flight(rendezvous: Rendezvous, call: Call, complete: Complete) -> Ca
                 tensor.detach().copy_(result)
 
     return finish
+
+
+def _copy_tensors(call: Call) -> None:
+    """Replaces the tensors of a call by copies. A tensor that is input and output stays one."""
+    with unobserved():
+        copies = {id(tensor): tensor.detach().clone() for tensor in [*call.inputs, *call.outputs]}
+    call.inputs = [copies[id(tensor)] for tensor in call.inputs]
+    call.outputs = [copies[id(tensor)] for tensor in call.outputs]
 
 
 def poison(tensor: Tensor) -> None:

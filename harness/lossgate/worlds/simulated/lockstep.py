@@ -2,8 +2,8 @@
 """Runs ranks as threads in lockstep: one runs at a time, and passes a baton when it blocks or ends.
 
 A run is therefore deterministic, a deadlock shows at once because no rank can take the baton, and
-shared state needs no lock. With the baton, ranks exchange what a process has once, such as the
-default dtype: each sees its own, as in a process of its own. Ranks are threads, not greenlets,
+shared state needs no lock. With the baton, ranks also exchange the state that a process has only
+once, such as the default dtype, so that each rank sees its own. Ranks are threads, not greenlets,
 because torch's grad mode is thread-local and would leak from one greenlet to another. The threads
 live from run to run, because a thread's first torch operations are slow.
 """
@@ -77,20 +77,20 @@ class Lockstep:
         self.running = False
         """Whether a run is under way."""
         self.dead = False
-        """True if a rank hangs in code that can't be interrupted. It can run nothing more."""
+        """True if a run was given up, as when a rank can't be interrupted. No run follows then."""
         self._name = name
         self._ranks = [_Rank(_taken(), SharedState.capture()) for _ in range(size)]
         self._driver = _taken()
         self._here = threading.local()
-        """Its ``rank`` is the rank of the thread that asks, if it is a rank's."""
+        """Its ``rank`` is the rank of the current thread. Threads of no rank do not have it."""
         self._handovers = 0
         """How often the baton was passed. No rank hangs while this grows."""
         self._interrupting = threading.Lock()
-        """Held to interrupt the rank with the baton, and by that rank to rule interrupts out."""
+        """Held by the driver to interrupt a rank, and by the rank with the baton to prevent it."""
         self._interruptible = False
         """Whether the rank with the baton runs the body, and is not about to pass the baton on."""
         self._interrupted = False
-        """Whether the driver has interrupted a rank of this run. It does so once."""
+        """Whether the driver has interrupted a rank of this run. It does so at most once."""
         self._body: Callable[[int], Any] | None = None
         for rank, slot in enumerate(self._ranks):
             slot.thread = threading.Thread(target=self._serve, args=(rank,), daemon=True, name=f"{name}-rank{rank}")
@@ -104,7 +104,7 @@ class Lockstep:
             timeout: seconds after which a rank that keeps the baton is taken to hang.
 
         Returns:
-            What the body returned, by rank.
+            The results of the body, by rank.
 
         Raises:
             BaseException: the first failure, once every rank has ended.
@@ -127,7 +127,7 @@ class Lockstep:
         return [slot.result for slot in self._ranks]
 
     def close(self) -> None:
-        """Ends the threads. Those of a dead lockstep are left behind; they are daemons."""
+        """Ends the threads. A dead lockstep leaves them behind; they are daemons."""
         self._body = None
         if not self.dead:
             for slot in self._ranks:
@@ -162,7 +162,7 @@ class Lockstep:
         self.check()
 
     def unblock(self, rank: int) -> None:
-        """Lets a blocked rank have the baton again in its turn. Does nothing to others."""
+        """Lets a blocked rank have the baton again in its turn. Does nothing to other ranks."""
         if self._ranks[rank].state is _State.BLOCKED:
             self._ranks[rank].state = _State.READY
 
@@ -216,18 +216,18 @@ class Lockstep:
         """Keeps the driver from interrupting this rank, which is about to pass the baton on.
 
         Raises:
-            Unwind: the driver has interrupted it just before. Then the next call raises nothing.
+            Unwind: the driver interrupted the rank just before. A second call then does not raise.
         """
         with self._interrupting:
             self._interruptible = False
-        if self._interrupted:  # perhaps it is still to come: a second one takes its place, and ends here
+        if self._interrupted:  # the exception may be still to come: a second one replaces it, and is caught here
             with suppress(Unwind):
                 _raise_in(threading.get_ident(), Unwind)
                 while True:
                     time.sleep(0)
 
     def _pass_on(self, rank: int) -> None:
-        """Passes the baton on from a rank that is done, or ends the run if all are."""
+        """Passes the baton on from a rank that is done, or ends the run if all ranks are done."""
         successor = self._successor(rank)
         if successor is not None:
             self._exchange(rank, successor)
@@ -250,7 +250,7 @@ class Lockstep:
         return None
 
     def _exchange(self, rank: int, successor: int) -> None:
-        """Passes the baton on, with the state of the process as the successor left it."""
+        """Passes the baton on, and restores the state of the process that the successor left."""
         self._ranks[rank].shared = self._ranks[successor].shared.restore()
         self._hand_to(successor)
 
@@ -270,17 +270,18 @@ class Lockstep:
 
     def _wait(self, timeout: float) -> None:
         """Waits until all ranks are done, or until one hangs."""
-        handovers = 0
+        seen = 0
         while not self._driver.acquire(timeout=timeout):
-            if handovers == self._handovers and self._interrupt(timeout):
-                if not self._driver.acquire(timeout=1.0):
+            no_handover, seen = seen == self._handovers, self._handovers
+            if no_handover and self._interrupt(timeout):
+                unwound = self._driver.acquire(timeout=1.0)
+                if not unwound:
                     assert self.failure is not None
                     self._give_up(self.failure)
                 return
-            handovers = self._handovers
 
     def _give_up(self, failure: BaseException) -> None:
-        """Leaves the threads behind: each finds the failure, or is still running, and ends."""
+        """Leaves the threads behind. Each ends by itself, when it next looks for a failure."""
         self.fail(failure)
         self.dead = True
         for slot in self._ranks:
@@ -291,7 +292,8 @@ class Lockstep:
         """Fails the run because a rank has held the baton for too long, and unwinds the rank.
 
         Returns:
-            False if the rank is just passing the baton on, so that nothing hangs.
+            Whether it interrupted the rank. False if the rank is just passing the baton on, so that
+            nothing hangs.
         """
         with self._interrupting:
             if not self._interruptible:
@@ -312,23 +314,27 @@ class Lockstep:
 
 
 def _raise_in(thread: int, exception: type[BaseException]) -> None:
-    """Raises an exception in a thread as soon as it runs Python code.
+    """Raises an exception in a thread as soon as the thread runs Python code.
 
-    None is taken back, as C can with NULL: CPython 3.11 would look for it ever after, and loop for
-    ever in the next function that is traced.
+    The exception is never taken back, as C can do with NULL: CPython 3.11 would then look for it
+    ever after, and loop for ever in the next function that is traced.
     """
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(exception))
 
 
 def _taken() -> threading.Lock:
-    """Returns a lock for one thread to wait for and another to release: half a semaphore's time."""
+    """Returns a lock for one thread to wait for and another to release. A semaphore takes twice as
+    long.
+    """
     lock = threading.Lock()
     lock.acquire()
     return lock
 
 
 def _as_failure(error: BaseException, rank: int) -> BaseException:
-    """Returns an exception of a kernel with its rank and line, or an error of lossgate as it is."""
+    """Returns an error that names the rank and line of a kernel's exception. Returns lossgate's own
+    errors as they are.
+    """
     if isinstance(error, LossgateError):
         return error
     kind, site = type(error).__name__, raise_site(error)

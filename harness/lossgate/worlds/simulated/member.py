@@ -103,10 +103,9 @@ class Member(dist.ProcessGroup):
         """Makes this member's call of a collective. Waits for the others, unless asynchronous.
 
         Args:
+            name, agreed, shown, inputs, outputs, splits: the fields of ``Call``.
+            complete: does the work once all members have called.
             opts: torch's options of the collective; ``asyncOp`` makes it asynchronous.
-
-        The other arguments are fields of ``Call``, and ``complete`` does the work once all members
-        have called.
         """
         self._check_owner(name)
         call = Call(self._global_rank, name, agreed, shown, inputs, outputs, splits, site=call_site())
@@ -137,11 +136,11 @@ class Member(dist.ProcessGroup):
     def _check_owner(self, name: str) -> None:
         """Raises ``CollectiveMisuse`` unless the thread of this member's rank is running.
 
-        In a thread that the kernel has started itself, this is a failure of the run as well: the
-        exception may end with its thread, and the rank go on.
+        In a thread that the kernel started itself, it also fails the run: the exception may end
+        only that thread, and the rank would go on.
         """
         lockstep = self.rendezvous.communicator.lockstep
-        current = self.rendezvous.communicator.running_rank()
+        current = lockstep.rank_of_this_thread()
         if current is None and lockstep.running:
             misuse = CollectiveMisuse(
                 f"rank {self._global_rank} called {name} on {self.rendezvous} from the helper thread "
@@ -151,12 +150,12 @@ class Member(dist.ProcessGroup):
             lockstep.fail(misuse)
             raise misuse
         if current is None:
-            raise CollectiveMisuse(f"{name} on {self.rendezvous} outside of its world's run")
+            raise CollectiveMisuse(f"{name} on {self.rendezvous} was called outside of its world's run")
         if current != self._global_rank:
             raise CollectiveMisuse(
                 f"rank {current} called {name} on the group object of rank {self._global_rank} ({self.rendezvous}): "
-                "it leaked from one rank to another, perhaps by a cache or a global; code that asks its process for a "
-                f"group can ask lossgate.current_mesh()  [{call_site()}]"
+                "the object leaked from one rank to another, perhaps by a cache or a global; code that keeps groups in "
+                f"variables of its process can get them from lossgate.current_mesh()  [{call_site()}]"
             )
 
     def _check_arguments(self, name: str, mismatch: str | None) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Point-to-point messages: a send waits for its receive, and receives get messages in order.
 
-Real libraries may buffer a send, or not. A kernel that needs no buffer works with all of them.
+Some real libraries buffer a send. A kernel that needs no buffer works with all of them.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def send(rendezvous: Rendezvous, me: int, tensor: Tensor, to: int, tag: int, sit
         site: the line of the kernel that sends.
 
     Returns:
-        The wait, to be called once. It blocks until the receive is posted, and raises
+        The wait, a function to be called once. It blocks until the receive is posted, and raises
         ``CollectiveMisuse`` if the tensor changed meanwhile.
 
     Raises:
@@ -83,7 +83,7 @@ def receive(rendezvous: Rendezvous, me: int, tensor: Tensor, source: int, tag: i
         site: the line of the kernel that receives.
 
     Returns:
-        The wait, to be called once. It blocks until the message is there. It raises
+        The wait, a function to be called once. It blocks until the message is there. It raises
         ``CollectiveMisuse`` if the rank wrote to the tensor meanwhile, and ``CollectiveMismatch``
         if the message differs from the tensor in shape or dtype.
 
@@ -107,7 +107,9 @@ def receive(rendezvous: Rendezvous, me: int, tensor: Tensor, source: int, tag: i
         _wait(communicator, _PendingMessage(f"in {shown}  [{site}]", mailbox, lambda: len(mailbox.sent) > number))
         message = mailbox.sent[number]
         if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
-            raise CollectiveMismatch(f"rank {me} receives {show(tensor)}, rank {source} sent {show(message)}  [{site}]")
+            raise CollectiveMismatch(
+                f"rank {me} receives {show(tensor)}, but rank {source} sent {show(message)}  [{site}]"
+            )
         with torch.no_grad(), unobserved():
             tensor.copy_(message)
 
@@ -122,11 +124,14 @@ def check_mail(communicator: Communicator) -> None:
         CollectiveMismatch: such a send was never received.
     """
     for route, mailbox in communicator.mail.items():
-        for shown in mailbox.unwaited_receives.values():
-            raise CollectiveMisuse(f"rank {route.to} returned without wait() on {shown}")
-        for number, shown in mailbox.unwaited_sends.items():
+        if receives := [*mailbox.unwaited_receives.values()]:
+            raise CollectiveMisuse(f"rank {route.to} returned without wait() on {receives[0]}")
+        if sends := [*mailbox.unwaited_sends.items()]:
+            number, shown = sends[0]
             if number >= mailbox.received:
-                raise CollectiveMismatch(f"rank {route.source} sent what rank {route.to} never received: {shown}")
+                raise CollectiveMismatch(
+                    f"rank {route.source} made a send that rank {route.to} never received: {shown}"
+                )
             raise CollectiveMisuse(f"rank {route.source} returned without wait() on {shown}")
 
 
@@ -136,7 +141,7 @@ def _wait(communicator: Communicator, pending: _PendingMessage) -> None:
 
 
 def _wake(communicator: Communicator, rank: int, mailbox: Mailbox) -> None:
-    """Lets a rank go on that waits for what has just come to the mailbox."""
+    """Unblocks a rank that was waiting for what has just come to the mailbox."""
     wait = communicator.lockstep.waits_for(rank)
     if isinstance(wait, _PendingMessage) and wait.mailbox is mailbox and wait.met():
         communicator.lockstep.unblock(rank)

@@ -16,18 +16,18 @@ _BACKENDS = ",".join(f"{device}:{BACKEND}" for device in _DEVICES)
 _of_thread = threading.local()
 """The default group and the count of groups of each rank thread."""
 _of_running_rank: list[Callable[[], dist.ProcessGroup | None]] = []
-"""For each run under way, what returns the default group of the rank that holds the baton."""
+"""One function for each run under way. It returns the default group of the rank with the baton."""
 _serial = itertools.count()
 
 
 class _ThreadAwareWorld(c10d._World):
     """The state of c10d, in which each rank thread has its own default group and count of groups.
 
-    A thread that a kernel starts finds the default group of the running rank, whose members then
-    report what it calls.
+    A thread that a kernel starts finds the default group of the running rank. That group then
+    reports the thread's calls as misuse.
 
-    The other registries are shared by all threads. Functional collectives find a group there by its
-    name, so names must differ between ranks. Torch makes a name from the count of groups.
+    All threads share the other registries. Functional collectives find a group there by its name,
+    so names must differ between ranks. Torch makes a name from the count of groups.
     """
 
     def __init__(self, real: c10d._World) -> None:
@@ -37,7 +37,9 @@ class _ThreadAwareWorld(c10d._World):
     @property
     def default_pg(self) -> Any:
         group = getattr(_of_thread, "default_group", None) or self._real.default_pg
-        return group or (_of_running_rank[-1]() if _of_running_rank else None)
+        if group is None and _of_running_rank:
+            return _of_running_rank[-1]()
+        return group
 
     @default_pg.setter
     def default_pg(self, value: Any) -> None:
@@ -73,15 +75,16 @@ def enter_rank_thread(default_group: dist.ProcessGroup) -> None:
         default_group: the thread's object for the group of all ranks.
     """
     _of_thread.default_group = default_group
-    _of_thread.group_count = next(_serial) * 1_000_000
+    _of_thread.group_count = next(_serial) * 1_000_000  # so that no two threads name a group alike
 
 
 @contextmanager
 def helper_threads_find(default_group: Callable[[], dist.ProcessGroup | None]) -> Generator[None]:
-    """During a run, gives threads that are no rank's a default group.
+    """Gives threads of no rank a default group during a run.
 
     Args:
-        default_group: returns that of the running rank, or None if it has not entered yet.
+        default_group: returns the default group of the running rank, or None if that rank has not
+            entered yet.
     """
     _of_running_rank.append(default_group)
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduces the tensors of several ranks, rounding at every step in their own dtype.
 
-The order in which real libraries add depends on topology and size. A kernel must be right in any.
+Real libraries add in an order that depends on topology and size. A kernel must be right in all.
 """
 
 import random
@@ -90,12 +90,13 @@ def _sum_ring(parts: Sequence[Tensor], seed: int) -> Tensor:
     """
     ranks, flat = len(parts), [part.reshape(-1) for part in parts]
     count = flat[0].numel()
-    size = -(-count // ranks)
+    size = (count + ranks - 1) // ranks
     size += size % 2
     total = torch.empty_like(flat[0])
     for piece in range(ranks):
         span = slice(min(piece * size, count), min((piece + 1) * size, count))
-        total[span] = _one_by_one([flat[(piece - 1 - k) % ranks][span] for k in range(ranks)], torch.add)
+        order = [(piece - step) % ranks for step in range(1, ranks + 1)]
+        total[span] = _one_by_one([flat[rank][span] for rank in order], torch.add)
     return total.view(parts[0].shape)
 
 

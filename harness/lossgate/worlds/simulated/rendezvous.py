@@ -83,7 +83,7 @@ class Rendezvous:
             self.communicator.lockstep.block(_PendingCall(self, call))
 
     def _check_agreement(self, call: Call, arrived: dict[int, Call]) -> None:
-        other = next(iter(arrived.values()), None)  # one is enough: those that have arrived agree with one another
+        other = next(iter(arrived.values()), None)  # one is enough, because all that have arrived agree
         if other is not None and (other.collective, other.agreed) != (call.collective, call.agreed):
             both = sorted((other, call), key=lambda c: c.rank)
             lines = "\n".join(f"  rank {c.rank}: {c}  [{c.site}]" for c in both)

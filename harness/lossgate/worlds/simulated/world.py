@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lossgate.base.layout import AXES, Layout
 from lossgate.problems.problem import ReductionOrder
-from lossgate.worlds.base import CollectiveMisuse, RankContext, StateLeak, T, Task
-from lossgate.worlds.process_state import ProcessState, ThreadState
+from lossgate.worlds.base import CollectiveMisuse, RankContext, StateLeak, T, Task, ranks_along
+from lossgate.worlds.process_state import ProcessState, SharedState, ThreadState
 from lossgate.worlds.running import running
 from lossgate.worlds.simulated.communicator import Communicator, Logged
 from lossgate.worlds.simulated.group import SimulatedGroup
@@ -30,7 +30,7 @@ _serial = itertools.count()
 
 
 class SimulatedWorld:
-    """Runs bodies on every rank of a layout, with all ranks in this process.
+    """Runs tasks on every rank of a layout, with all ranks in this process.
 
     The rank threads and their groups are made in the first run and serve later runs, until
     ``close`` or until a failed run leaves them unusable. The next run then makes new ones.
@@ -61,14 +61,14 @@ class SimulatedWorld:
             task: receives the context of its rank.
             order: the order in which reductions add what the ranks bring.
             seed: the seed of the permutations, if ``order`` is ``"permuted"``.
-            patience: how many times the timeout a rank may take.
+            patience: factor by which the timeout is multiplied.
 
         Returns:
-            What the task returned on each rank, by rank.
+            The results of the task, by rank.
 
         Raises:
             RankFailure: the first failure of a rank. The world serves further runs.
-            LossgateError: the task raised one itself. It passes unchanged.
+            LossgateError: the task itself raised it. It passes unchanged.
         """
         if self._ranks is None:
             self._ranks = _Ranks(self.layout, self.device)
@@ -98,8 +98,10 @@ class _Ranks:
         self._store = dist.HashStore()
         self._rendezvous: dict[Any, Rendezvous] = {}
         self._groups: list[SimulatedGroup] = []
-        self._spawned: dict[Any, int] = {}
+        self._spawned: dict[tuple[int, tuple[int, ...]], int] = {}
+        """The number of groups that ranks have made, by the rank and the members of the group."""
         self._spawned_at_start = 0
+        """The number of all such groups at the start of the run."""
         self._contexts: list[RankContext | None] = [None] * layout.ranks
         self._default_groups: list[SimulatedGroup | None] = [None] * layout.ranks
         self.mesh = torch.arange(layout.ranks).view(layout.dp, layout.cp, layout.tp)
@@ -111,32 +113,40 @@ class _Ranks:
         for rendezvous in self._rendezvous.values():
             rendezvous.reset()
         process = ProcessState.capture()
-        changes: list[list[str]] = [[] for _ in range(self.layout.ranks)]
-
-        def on_rank(rank: int) -> T:
-            context = self._contexts[rank]
-            if context is None:
-                context = self._contexts[rank] = self._enter(rank)
-            thread = ThreadState.capture()
-            try:
-                result = task(context)
-                changes[rank] = [*process.shared.changes(), *thread.changes()]
-            finally:
-                thread.restore()
-            if left := [str(call) for call in communicator.in_flight if call.rank == rank]:
-                raise CollectiveMisuse(f"rank {rank} returned without wait() on {', '.join(left)}")
-            return result
-
         try:
             with helper_threads_find(lambda: self._default_groups[self.lockstep.current]), running(self._running_mesh):
-                results = self.lockstep.run(on_rank, timeout)
+                returned = self.lockstep.run(lambda rank: self._run_on(rank, task, process.shared), timeout)
         finally:
             process.restore()
         check_mail(communicator)
-        for rank, left in enumerate(changes):
-            if left:
-                raise StateLeak.of(rank, left)
-        return results
+        for rank, (_, changes) in enumerate(returned):
+            if changes:
+                raise StateLeak.of(rank, changes)
+        return [result for result, _ in returned]
+
+    def _run_on(self, rank: int, task: Task[T], shared: SharedState) -> tuple[T, list[str]]:
+        """Runs a task in the thread of a rank.
+
+        Args:
+            rank: the rank.
+            task: the task.
+            shared: the state of the process at the start of the run.
+
+        Returns:
+            The result, and the state that the task left changed, in words.
+        """
+        context = self._contexts[rank]
+        if context is None:
+            context = self._contexts[rank] = self._enter(rank)
+        thread = ThreadState.capture()
+        try:
+            result = task(context)
+            changes = [*shared.changes(), *thread.changes()]
+        finally:
+            thread.restore()
+        if unwaited := [str(call) for call in self.communicator.in_flight if call.rank == rank]:
+            raise CollectiveMisuse(f"rank {rank} returned without wait() on {', '.join(unwaited)}")
+        return result, changes
 
     def _running_mesh(self) -> DeviceMesh | None:
         """Returns the mesh of the rank that holds the baton."""
@@ -145,9 +155,9 @@ class _Ranks:
 
     @property
     def reusable(self) -> bool:
-        """Whether another run can use these ranks after a failed one.
+        """Whether another run can use these ranks after a failed run.
 
-        It can unless a rank hangs, or ranks made new groups in the failed run: another rank may
+        It can't if a rank hangs, or if ranks made new groups in the failed run: another rank may
         have failed before it made its member of the group.
         """
         return not self.lockstep.dead and sum(self._spawned.values()) == self._spawned_at_start
@@ -163,20 +173,15 @@ class _Ranks:
         self._default_groups[rank] = default = self._join(everyone, rank, "world", ("world",))
         enter_rank_thread(default)
         per_axis: list[dist.ProcessGroup] = [
-            self._join(self._ranks_along(rank, axis), rank, name, (name,)) for axis, name in enumerate(AXES)
+            self._join(ranks_along(self.layout, rank, axis), rank, axis, (axis,)) for axis in AXES
         ]
         mesh = DeviceMesh.from_group(per_axis, self.device.type, self.mesh, mesh_dim_names=AXES)
         return RankContext(rank, self.layout, mesh, self.device)
 
-    def _ranks_along(self, rank: int, axis: int) -> tuple[int, ...]:
-        """Returns the ranks that differ from ``rank`` at most along one mesh axis."""
-        at = list(self.layout.coordinate(rank).values())
-        index = [slice(None) if i == axis else at[i] for i in range(len(AXES))]
-        return tuple(self.mesh[tuple(index)].tolist())
-
     def _join(
         self, ranks: tuple[int, ...], rank: int, label: str, key: tuple[Any, ...], name: str = ""
     ) -> SimulatedGroup:
+        """Makes a rank's member of a group. Ranks that give the same key share the group."""
         rendezvous = self._rendezvous.setdefault((*key, ranks), Rendezvous(self.communicator, ranks, label))
         to_register = not name  # groups of dist.new_group come with a name, and torch registers them
         name = name or f"{self.name}.rank{rank}.{label}"
@@ -189,8 +194,8 @@ class _Ranks:
     def _spawn(self, ranks: tuple[int, ...], name: str, label: str | None) -> SimulatedGroup | None:
         """Makes the running rank's member of a new group, for ``dist.new_group``.
 
-        The n-th group that a rank makes of these ranks is the n-th group that each other rank makes
-        of them.
+        The n-th group that a rank makes of certain ranks is the same group as the n-th that another
+        rank makes of them.
 
         Returns:
             The member, or None if the running rank is not among ``ranks``.

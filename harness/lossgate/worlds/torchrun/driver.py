@@ -25,7 +25,7 @@ from lossgate.worlds.torchrun.meeting import connect, gather, hello, open_descri
 _ARRIVAL = 120.0
 """Seconds in which all processes must have connected to rank 0."""
 _ENDING = 10.0
-"""Seconds in which rank 0's thread ends its groups."""
+"""Seconds in which rank 0's thread must end its groups."""
 _HOW = "start with: torchrun --nproc-per-node N -m lossgate verify ... --world torchrun"
 
 
@@ -34,7 +34,7 @@ def torchrun_world(layout: Layout, timeout: float, device: str) -> ProcessWorld:
     ranks = launched_ranks()
     if layout.ranks > ranks:
         raise UsageError(
-            f"layout {layout} has {layout.ranks} ranks, and torchrun launched {ranks}; "
+            f"layout {layout} has {layout.ranks} ranks, but torchrun launched {ranks}; "
             "choose a smaller layout, or a larger --nproc-per-node"
         )
     if device == "cuda":
@@ -46,7 +46,7 @@ def launched_ranks() -> int:
     """Returns how many ranks torchrun has launched.
 
     Raises:
-        UsageError: if it did not launch this process.
+        UsageError: if torchrun did not launch this process.
     """
     return _launch().ranks
 
@@ -61,7 +61,7 @@ def dismiss(code: int) -> None:
 def _launch() -> Launch:
     launch = launch_of_torchrun()
     if launch is None:
-        raise UsageError(f"world 'torchrun' is made of processes that torchrun launched, and it launched none; {_HOW}")
+        raise UsageError(f"world 'torchrun' needs processes that torchrun launched, but it launched none; {_HOW}")
     return launch
 
 
@@ -71,10 +71,10 @@ def _gathered() -> "LaunchedRanks":
 
 
 class LaunchedRanks(RankProcesses):
-    """The processes, all of them for as long as this one lives. None can be replaced.
+    """The processes that torchrun launched. They live as long as this one. None can be replaced.
 
     Args:
-        launch: what torchrun says of this process, which is that of rank 0.
+        launch: torchrun's description of this process, which is rank 0's.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -83,28 +83,29 @@ class LaunchedRanks(RankProcesses):
         (work, far_work), (alarm, far_alarm) = Pipe(), Pipe()
         self._own = Thread(target=self._serve, args=(launch, far_work, far_alarm), daemon=True, name="lossgate-rank0")
         arrived = gather(launch, self._store, _ARRIVAL)
-        ends = {(one.hello.rank, one.hello.purpose): one.connection for one in arrived}
+        connections = {(one.hello.rank, one.hello.purpose): one.connection for one in arrived}
         self._handles = {0: LaunchedRank(0, work, alarm)}
         for rank in sorted({one.hello.rank for one in arrived}):
-            if (rank, "work") in ends and (rank, "alarm") in ends:
-                self._handles[rank] = LaunchedRank(rank, ends[rank, "work"], ends[rank, "alarm"])
+            if (rank, "work") in connections and (rank, "alarm") in connections:
+                self._handles[rank] = LaunchedRank(rank, connections[rank, "work"], connections[rank, "alarm"])
         self._hellos = {0: hello(launch, "work")} | {one.hello.rank: one.hello for one in arrived}
         self._unfit = self._missing(launch) or self._differing()
-        """Why these processes can run nothing, in words. They still want to be dismissed."""
+        """Why these processes can run no task, in words; empty if they can. They must be dismissed
+        in either case."""
         self._own.start()
 
     def check_gpus(self, layout: Layout) -> None:
         """Checks that each rank of a layout has a CUDA device.
 
         Raises:
-            UsageError: if one has none.
+            UsageError: if a rank has none.
         """
         for handle in self.ranks(layout.ranks):
-            said = self._hellos[handle.rank]
-            if said.gpu is None:
+            greeting = self._hellos[handle.rank]
+            if greeting.gpu is None:
                 raise UsageError(
-                    f"device 'cuda': rank {said.rank} on {said.host} has no CUDA device of its own; choose a smaller "
-                    "--nproc-per-node, or device 'cpu'"
+                    f"device 'cuda': rank {greeting.rank} on {greeting.host} has no CUDA device of its own; choose a "
+                    "smaller --nproc-per-node, or device 'cpu'"
                 )
 
     def ranks(self, count: int) -> Sequence["LaunchedRank"]:
@@ -116,8 +117,8 @@ class LaunchedRanks(RankProcesses):
         return [self._handles[rank] for rank in range(count)]
 
     def dismiss(self, code: int) -> None:
-        """Ends the other processes. From then on this one ignores that torchrun wants it to end."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        """Ends the other processes."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it once the first process has ended
         for handle in self._handles.values():
             handle.finish(code)
         self._own.join(_ENDING)  # a group that is still there at the end of the process aborts it
@@ -136,15 +137,17 @@ class LaunchedRanks(RankProcesses):
             return ""
         return (
             f"{name_ranks(missing)} of {launch.ranks} did not connect to rank 0 on {launch.host} within "
-            f"{_ARRIVAL:g} s; see what they printed, and whether that machine accepts connections on any port"
+            f"{_ARRIVAL:g} s; look at what they printed, and check that {launch.host} accepts connections on any port"
         )
 
     def _differing(self) -> str:
-        own, *others = (said for _, said in sorted(self._hellos.items()))
-        for other in others:
+        own = self._hellos[0]
+        for _, other in sorted(self._hellos.items()):
             if difference := _difference(own.versions, other.versions):
-                where = f"rank {other.rank} on {other.host}", f"rank 0 on {own.host}"
-                return f"{where[0]} has {difference} than {where[1]}; install the same on all machines"
+                return (
+                    f"rank {other.rank} on {other.host} has {difference} than rank 0 on {own.host}; "
+                    "install the same versions on all machines"
+                )
         return ""
 
 
@@ -152,14 +155,15 @@ class LaunchedRank:
     """The driver's end of a rank."""
 
     stopping = 10.0
-    """Without this rank nothing more can run. On a busy machine it may wait a second for a core."""
+    """Seconds in which it must stop. They are many, because no task can run without this rank, and
+    on a busy machine it may wait a second for a core."""
     connecting = CONNECTING
 
     def __init__(self, rank: int, work: Any, alarm: Any) -> None:
         self.rank = rank
         self.work, self.alarm = work, alarm
         self.lost = ""
-        """Why it can run nothing more, in words."""
+        """Why it can run no further task, in words; empty if it can."""
 
     def end(self) -> Died:
         self.lost = "is gone"
@@ -173,8 +177,9 @@ class LaunchedRank:
         return ""  # torchrun shows what ranks print
 
     def finish(self, code: int) -> None:
-        # The alarm is for a task that can't be stopped. Rank 0 is the driver's own process.
-        for connection in (self.work, self.alarm) if self.rank else (self.work,):
+        # The alarm ends a process even if its task can't be stopped. For rank 0 that is the driver.
+        connections = (self.work, self.alarm) if self.rank else (self.work,)
+        for connection in connections:
             with suppress(OSError):
                 connection.send(Finish(code))
 
@@ -188,7 +193,7 @@ def follow() -> int:
     """Serves as a rank until rank 0 is done. Returns the exit code that rank 0 gives."""
     launch = launch_of_torchrun()
     assert launch is not None
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process; rank 0 tells the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process, and rank 0 ends the others
     store = open_store()
     work, alarm = (connect(store, launch, purpose) for purpose in ("work", "alarm"))
     kept = open_descriptors()

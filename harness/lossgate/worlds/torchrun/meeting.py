@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How rank 0 and the other processes find one another, and what they say first."""
+"""How rank 0 and the other processes find one another, and the first message that each sends."""
 
 import importlib.metadata
 import os
@@ -24,7 +24,7 @@ from lossgate.base.launch import Launch
 
 _KEY = "lossgate/driver"
 _AT_A_TIME = 0.1
-"""Seconds that rank 0 waits for the next connection before it looks whether all are there."""
+"""Seconds that rank 0 waits for the next connection before it checks whether all have arrived."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Hello:
     """``"work"`` or ``"alarm"``."""
     host: str
     gpu: int | None
-    """The number of its CUDA device on its host. None if there are too few."""
+    """The number of its CUDA device on its host. None if the host has too few."""
     versions: Mapping[str, str]
-    """Those of Python and of each installed package."""
+    """The versions of Python and of each installed package, by name."""
 
 
 def open_store() -> dist.Store:
@@ -57,7 +57,7 @@ def open_store() -> dist.Store:
 
 def publish(address: Address, store: dist.Store) -> None:
     """Tells the other processes where rank 0 listens."""
-    given: Any = pickle.dumps(address)  # torch's stub takes text alone
+    given: Any = pickle.dumps(address)  # torch's stub allows only text
     store.set(_KEY, given)
 
 
@@ -88,7 +88,7 @@ class Arrived:
 def gather(launch: Launch, store: dist.Store, seconds: float) -> list[Arrived]:
     """Waits until each of the other processes has connected twice, or until the time is over.
 
-    Whoever connects and does not know the key is ignored.
+    A process that connects without the key is ignored.
     """
     key, arrived = secrets.token_bytes(32), SimpleQueue[Arrived]()
     deadline = time.monotonic() + seconds
@@ -105,7 +105,7 @@ def gather(launch: Launch, store: dist.Store, seconds: float) -> list[Arrived]:
 
 
 def _greet(connection: Connection, key: bytes, arrived: SimpleQueue[Arrived]) -> None:
-    """Takes the first message of a process that has connected, if it knows the key."""
+    """Receives the hello of a process that has connected, if it knows the key."""
     with suppress(EOFError, OSError, AuthenticationError):
         deliver_challenge(connection, key)
         answer_challenge(connection, key)
@@ -114,15 +114,17 @@ def _greet(connection: Connection, key: bytes, arrived: SimpleQueue[Arrived]) ->
 
 
 def send_at_once(connection: Any) -> None:
-    """Has a connection not wait for more to send: a message of two parts would take 40 ms."""
+    """Makes a connection send each part of a message at once. By default TCP delays the second part
+    by 40 ms.
+    """
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def open_descriptors() -> frozenset[int]:
-    """Returns the file descriptors of this process, whose connections must outlive any task."""
+    """Returns this process's open file descriptors. Their connections must outlive any task."""
     listed = [int(name) for name in os.listdir("/dev/fd")]
-    return frozenset(number for number in listed if _is_open(number))  # the list had one of its own
+    return frozenset(number for number in listed if _is_open(number))  # listing the folder opened one, for itself
 
 
 def _is_open(number: int) -> bool:
