@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has ranks run a task, and finds out what became of each. Runs in the driver."""
+"""The driver's side of a task: it sends the task to the ranks, waits, and stops those that hang."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,21 +23,20 @@ from lossgate.worlds.processes.messages import (
 )
 
 _PATIENCE: Mapping[type, float] = {Begun: 120.0, Met: 60.0, Loaded: 120.0}
-"""Seconds in which all ranks must have come so far, once all had done what comes before.
+"""Seconds in which all ranks must reach a stage, once all have reached the stage before it.
 
 Ranks of torchrun that are given up can't be replaced, so that all later tasks fail too. A minute
 leaves four of them time to meet on a machine that is busy with other tests.
 """
 _STAGES = (Begun, Met, Loaded)
 _GRACE = 1.0
-"""Seconds that other ranks have, once one has failed, or to say where they are."""
+"""Seconds that ranks have to end after another has failed, and to answer where they are."""
 _QUIET = 0.5
 """Seconds without news after which ranks are asked where they are."""
 _MOST_TO_STOP = 20.0
-"""Seconds after which a rank that must stop is killed in any case, as where it does not say what
-it does."""
+"""Seconds after which a rank that must stop is killed in any case, even if it never answers."""
 _IDLE = 0.1
-"""A rank that uses a smaller share of a core than this waits for something."""
+"""A rank that uses a smaller share of a core is waiting for something."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +59,21 @@ class RankHandle(Protocol):
     work: Connection
     alarm: Connection
     stopping: float
-    """Seconds in which it may run, once it must stop, or all that must stop may sleep; then it is
-    killed. Those in which one waits for a processor do not count: others may wait for it, and a
-    busy machine is no fault of theirs."""
+    """Seconds after which it is killed, once it must stop. Its processor seconds count, and seconds
+    in which all ranks that must stop sleep. While one of them waits for a processor, the others may
+    be waiting for it, and a busy machine is no fault of theirs."""
     connecting: float
     """More seconds while it makes its groups: gloo waits for a connection until its time is over,
     and nothing can interrupt that. After them the rank serves the next task."""
 
     def end(self) -> Died:
-        """Waits for the end of a process that is ending, and tells how it ended."""
+        """Waits until a process that is ending has ended, and returns how it did."""
         ...
 
     def kill(self) -> None: ...
 
     def printed(self) -> str:
-        """Returns what the rank has printed since it was last asked."""
+        """Returns the text that the rank has printed since the last call."""
         ...
 
 
@@ -86,11 +85,11 @@ class TaskOutcome:
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     """By rank, in the order in which they came."""
     stuck: dict[int, Whereabouts | None] = field(default_factory=dict)
-    """Where ranks were that had to be stopped. None if there was no answer."""
+    """Where each rank was that had to be stopped. None if it gave no answer."""
     code: dict[int, Mapping[str, int]] = field(default_factory=dict)
-    """By rank, for those that have loaded the task: a checksum of each module, unless installed."""
+    """For each rank that has loaded the task, a checksum of each module that is not installed."""
     deadlocked: bool = False
-    """Those that had to be stopped waited in collectives, and did nothing."""
+    """The ranks that had to be stopped were waiting in collectives."""
     met: bool = False
     """All ranks had made their groups."""
 
@@ -100,9 +99,9 @@ class TaskOutcome:
 
     @property
     def groups_agree(self) -> bool:
-        """Whether the ranks have made as many calls as one another on each group.
+        """Whether all ranks of each group have made the same number of calls on it.
 
-        If not, the next call of one would meet an earlier one of another.
+        If they have not, the next call of one rank would meet an earlier call of another.
         """
         counts: dict[str, set[int]] = {}
         for outcome in self.outcomes.values():
@@ -112,14 +111,14 @@ class TaskOutcome:
 
 
 def conduct(ranks: Sequence[RankHandle], assignment: Assignment, timeout: float) -> TaskOutcome:
-    """Has ranks run a task. It returns when each is ready for the next task, or has died.
+    """Has ranks run a task, and returns when each is ready for the next task or has died.
 
     Args:
         ranks: the ranks of the assignment's layout.
         assignment: the task.
         timeout: seconds that they have for it.
 
-    If it is interrupted, the ranks are made to stop first.
+    If the driver is interrupted, it stops the ranks before it raises.
     """
     return _Run(ranks, timeout).run(assignment)
 
@@ -130,7 +129,7 @@ class _Run:
         self._record = TaskOutcome(timeout)
         self._number = -1
         self._stages: dict[int, int] = dict.fromkeys(self._ranks, 0)
-        """How many of the stages each rank has completed."""
+        """The number of stages that each rank has completed."""
         self._deadline = time.monotonic() + _PATIENCE[Begun]
         self._last_seen: Mapping[int, Whereabouts | None] = {}
 
@@ -171,7 +170,7 @@ class _Run:
         return (handle for rank, handle in self._ranks.items() if rank not in self._record.outcomes)
 
     def _receive(self, handles: Sequence[RankHandle], seconds: float) -> bool:
-        """Takes what ranks have to tell. Returns whether there was anything."""
+        """Takes the messages of ranks. Returns whether there were any."""
         ready = wait([handle.work for handle in handles], seconds)
         for handle in handles:
             if handle.work in ready:
@@ -201,7 +200,7 @@ class _Run:
             self._deadline = min(self._deadline, time.monotonic() + _GRACE)
 
     def _are_deadlocked(self, handles: Sequence[RankHandle]) -> bool:
-        """Returns whether ranks wait in collectives, have waited there before, and do nothing."""
+        """Returns whether all ranks still wait in the collectives of their last answers."""
         before, self._last_seen = self._last_seen, self._ask(handles)
         return all(_waits(before.get(rank), now) for rank, now in self._last_seen.items())
 
@@ -244,7 +243,7 @@ class _Run:
 
 
 def _cpu_seconds(before: Whereabouts | None, now: Whereabouts | None) -> float:
-    """Returns the processor time of a rank between two answers."""
+    """Returns the processor time that a rank has used between two answers."""
     return 0.0 if before is None or now is None else now.cpu_seconds - before.cpu_seconds
 
 
@@ -262,12 +261,12 @@ def _waits(before: Whereabouts | None, now: Whereabouts | None) -> bool:
 
 def _ask_anew(alarm: Connection) -> None:
     while _answer(alarm, 0.0) is not None:
-        pass  # of an earlier question, whose answer came too late
+        pass  # the answer to an earlier question came too late
     _send(alarm, WHERE)
 
 
 def _send(alarm: Connection, message: str | Stop) -> None:
-    with suppress(OSError):  # the rank is gone, as its other connection tells too
+    with suppress(OSError):  # the rank is gone; its work connection tells that too
         alarm.send(message)
 
 

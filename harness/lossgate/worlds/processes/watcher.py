@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells where a rank's task is, and makes it stop, from a thread beside it."""
+"""The thread of a rank that says where its task is, and stops it."""
 
 import ctypes
 import os
@@ -17,14 +17,14 @@ from lossgate.worlds.processes.messages import WHERE, Finish, Stop, Stopped, Whe
 
 T = TypeVar("T")
 _ON_ITS_WAY = 1.0
-"""Seconds in which an exception that was sent to a thread is raised there."""
+"""Seconds in which an exception that was sent to a thread must have been raised there."""
 
 _ENDING = 5.0
-"""Seconds that the process has to end by itself."""
+"""Seconds that the process has to end by itself before it is ended."""
 
 
 class StopTask(BaseException):
-    """Ends a task. A kernel's ``except Exception`` lets it pass."""
+    """Ends a task. It is no ``Exception``, so that a kernel does not catch it by accident."""
 
 
 class Watcher:
@@ -48,8 +48,8 @@ class Watcher:
         threading.Thread(target=self._answer, daemon=True, name="lossgate-watcher").start()
 
     def run(self, number: int, body: Callable[[], T]) -> T | Stopped:
-        """Runs an assignment, which can be stopped by its number. The body catches all that
-        the task raises, but ``StopTask``.
+        """Runs an assignment, which can be stopped by its number. The body must catch everything
+        that the task raises except ``StopTask``.
         """
         result: T | Stopped = Stopped()
         with self._lock:
@@ -68,11 +68,11 @@ class Watcher:
         return result
 
     def cut_connections(self) -> None:
-        """Ends every network connection of this process but those that are kept: ranks that wait in
-        a collective, here or elsewhere, raise within milliseconds.
+        """Shuts down every network connection of this process that is not kept. Ranks that wait
+        in a collective with this one, and this rank itself, then raise within milliseconds.
 
-        Torch has nothing that does so. ``abort`` leaves gloo's ranks blocked, and destroying a
-        group keeps its sockets for as long as a mesh or a frame holds it.
+        Torch offers no way to do that: ``abort`` leaves gloo's ranks blocked, and a destroyed group
+        keeps its sockets as long as a mesh or a frame refers to it.
         """
         for fd in {int(name) for name in os.listdir("/dev/fd")}.difference(self._kept):
             try:
@@ -116,7 +116,7 @@ class Watcher:
 
 
 def _cut(fd: int) -> None:
-    """Shuts a connection down, but no socket that listens: gloo would abort the process."""
+    """Shuts a connection down. A listening socket is left alone: gloo would abort the process."""
     copy = os.dup(fd)
     try:
         connection = socket.socket(fileno=copy)
@@ -130,7 +130,7 @@ def _cut(fd: int) -> None:
 
 
 def _others_run() -> bool:
-    """Returns whether a thread beside this one runs or waits for a processor, as Linux tells it."""
+    """Returns whether another thread of this process runs or waits for a processor (on Linux)."""
     own = threading.get_native_id()
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # it has ended meanwhile
