@@ -26,7 +26,7 @@ from lossgate.worlds import RankContext, World, make_world
 from lossgate.worlds.base import Hang, RankDied, RankRaised, StateLeak, WorldLost
 from lossgate.worlds.pool import _pool, close_pool
 from lossgate.worlds.processes.groups import RankGroups
-from lossgate.worlds.processes.messages import Begun, Loaded, Met, Stopped
+from lossgate.worlds.processes.rank_messages import Begun, Loaded, Met, Stopped
 from lossgate.worlds.processes.watcher import Watcher
 
 LAYOUT = Layout(cp=2, tp=2)
@@ -176,7 +176,7 @@ from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _world
 from lossgate.base.layout import Layout
 from lossgate.worlds.processes.groups import RankGroups
-from lossgate.worlds.processes.messages import Assignment
+from lossgate.worlds.processes.rank_messages import Assignment
 
 groups = RankGroups(0, 0, lambda *_: HashStore(), connecting=1.0)
 try:
@@ -353,7 +353,7 @@ def test_groups_that_could_not_be_made_are_tried_again(gloo: World, monkeypatch:
 @pytest.mark.slow
 def test_groups_that_cannot_be_made_are_no_failure_of_the_kernel(gloo: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lossgate.worlds.processes.conductor._PATIENCE", {Begun: 20.0, Met: 3.0, Loaded: 20.0})
-    monkeypatch.setattr("lossgate.worlds.processes.world._MEETINGS", 1)
+    monkeypatch.setattr("lossgate.worlds.processes.process_world._MEETINGS", 1)
     gloo.run(healthy)
     pool = _pool()
     pool.forget_groups()

@@ -24,7 +24,7 @@ from lossgate.base.errors import UsageError
 from lossgate.base.launch import Launch, launch_of_torchrun
 from lossgate.base.layout import Layout
 from lossgate.worlds import most_ranks
-from lossgate.worlds.processes.messages import Finish
+from lossgate.worlds.processes.rank_messages import Finish
 from lossgate.worlds.torchrun import driver
 from lossgate.worlds.torchrun.meeting import Address, connect, open_descriptors
 from property_tests.warm_python import warm_commands

@@ -12,7 +12,7 @@ from lossgate.cases.rank_call import RankCall
 from lossgate.observe.memory import MadeTensor, MemoryWatch, Phase
 from lossgate.observe.traffic import Collective, axes_of, logged
 from lossgate.problems.batch import GlobalBatch
-from lossgate.worlds.simulated.world import SimulatedWorld
+from lossgate.worlds.simulated.simulated_world import SimulatedWorld
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from lossgate.properties import device as device
 from lossgate.properties import equivalent as equivalent
 from lossgate.properties import extreme_logits as extreme_logits
 from lossgate.properties import frozen as frozen
-from lossgate.properties import inputs as inputs
+from lossgate.properties import input_memory as input_memory
 from lossgate.properties import masked as masked
-from lossgate.properties import precision as precision
+from lossgate.properties import mixed_precision as mixed_precision
 from lossgate.properties import ranks as ranks
 from lossgate.properties import resources as resources
 from lossgate.properties import special_problems as special_problems

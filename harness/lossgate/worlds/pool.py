@@ -25,8 +25,8 @@ from lossgate.base.fork_server import start_process, start_worker
 from lossgate.base.layout import Layout
 from lossgate.base.own_process import STANDARD_ERROR, print_to, process_folder, remove_folder
 from lossgate.worlds.processes.conductor import Died
+from lossgate.worlds.processes.process_world import ProcessWorld, RankProcesses
 from lossgate.worlds.processes.server import serve
-from lossgate.worlds.processes.world import ProcessWorld, RankProcesses
 
 
 @dataclass(frozen=True)

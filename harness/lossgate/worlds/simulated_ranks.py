@@ -10,7 +10,7 @@ from lossgate.base.layout import Layout
 from lossgate.problems.problem import ReductionOrder
 from lossgate.worlds.base import RankFailure, T
 from lossgate.worlds.simulated.communicator import Logged
-from lossgate.worlds.simulated.world import SimulatedWorld
+from lossgate.worlds.simulated.simulated_world import SimulatedWorld
 
 
 class SimulatedRanks:

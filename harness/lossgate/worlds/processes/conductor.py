@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Protocol
 
-from lossgate.worlds.processes.messages import (
+from lossgate.worlds.processes.rank_messages import (
     WHERE,
     Assignment,
     Begun,

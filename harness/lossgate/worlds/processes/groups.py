@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lossgate.base.layout import AXES, Layout
 from lossgate.worlds.base import RankContext
-from lossgate.worlds.processes.messages import Assignment
+from lossgate.worlds.processes.rank_messages import Assignment
 
 OpenStore = Callable[[str, int], dist.Store]
 """Opens the store of a meeting. It gets the name of the meeting, and the number of ranks."""

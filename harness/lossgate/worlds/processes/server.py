@@ -21,7 +21,17 @@ from lossgate.worlds.base import RankContext, StateLeak, Task
 from lossgate.worlds.call_sites import raise_collective, raise_site, raise_stack
 from lossgate.worlds.process_state import ProcessState
 from lossgate.worlds.processes.groups import OpenStore, RankGroups
-from lossgate.worlds.processes.messages import Assignment, Begun, Finish, Loaded, Met, News, Raised, Reply, Returned
+from lossgate.worlds.processes.rank_messages import (
+    Assignment,
+    Begun,
+    Finish,
+    Loaded,
+    Met,
+    News,
+    Raised,
+    Reply,
+    Returned,
+)
 from lossgate.worlds.processes.watcher import StopTask, Watcher
 from lossgate.worlds.running import running
 

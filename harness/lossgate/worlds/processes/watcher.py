@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lossgate.worlds.call_sites import collective_of, site_of, stack_of
-from lossgate.worlds.processes.messages import WHERE, Finish, Stop, Stopped, Whereabouts
+from lossgate.worlds.processes.rank_messages import WHERE, Finish, Stop, Stopped, Whereabouts
 
 T = TypeVar("T")
 _ON_ITS_WAY = 1.0

@@ -22,6 +22,6 @@ Where to look:
     call_sites: the line of the kernel that a message names.
 """
 
-from lossgate.worlds.simulated.world import SimulatedWorld
+from lossgate.worlds.simulated.simulated_world import SimulatedWorld
 
 __all__ = ["SimulatedWorld"]

@@ -13,7 +13,7 @@ from lossgate.worlds.call_sites import call_site
 from lossgate.worlds.simulated import collectives
 from lossgate.worlds.simulated.collectives import Call, Complete, SimulatedWork, all_of, show, show_list
 from lossgate.worlds.simulated.member import Member
-from lossgate.worlds.simulated.messages import receive, send
+from lossgate.worlds.simulated.point_to_point import receive, send
 from lossgate.worlds.simulated.reduction import op_name
 
 

@@ -17,9 +17,9 @@ from lossgate.base.layout import Layout, name_ranks
 from lossgate.worlds.base import WorldLost
 from lossgate.worlds.processes.conductor import Died
 from lossgate.worlds.processes.groups import CONNECTING
-from lossgate.worlds.processes.messages import Finish
+from lossgate.worlds.processes.process_world import ProcessWorld, RankProcesses
+from lossgate.worlds.processes.rank_messages import Finish
 from lossgate.worlds.processes.server import serve
-from lossgate.worlds.processes.world import ProcessWorld, RankProcesses
 from lossgate.worlds.torchrun.meeting import connect, gather, hello, open_descriptors, open_store
 
 _ARRIVAL = 120.0

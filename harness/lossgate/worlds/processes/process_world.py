@@ -14,7 +14,7 @@ from lossgate.base.layout import Layout, name_ranks
 from lossgate.problems.problem import ReductionOrder
 from lossgate.worlds.base import Deadlock, Hang, RankDied, RankFailure, RankRaised, T, Task, WorldLost
 from lossgate.worlds.processes.conductor import Died, RankHandle, TaskOutcome, conduct
-from lossgate.worlds.processes.messages import Assignment, Raised, Returned
+from lossgate.worlds.processes.rank_messages import Assignment, Raised, Returned
 
 
 def failure_of(record: TaskOutcome) -> LossgateError | None:

@@ -16,7 +16,7 @@ from lossgate.worlds.running import running
 from lossgate.worlds.simulated.communicator import Communicator, Logged
 from lossgate.worlds.simulated.group import SimulatedGroup
 from lossgate.worlds.simulated.lockstep import Lockstep
-from lossgate.worlds.simulated.messages import check_mail
+from lossgate.worlds.simulated.point_to_point import check_mail
 from lossgate.worlds.simulated.rank_threads import (
     enter_rank_thread,
     forget,
