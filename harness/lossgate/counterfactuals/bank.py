@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All counterfactuals of a spec at a head: what it declares says which there are."""
+"""All counterfactuals of a spec at a head. They follow from what the spec declares."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -56,13 +56,13 @@ FAMILIES: tuple[Family, ...] = (
     constants,
     metrics,
 )
-"""In the order in which names that are equal in effect are said."""
+"""If several mistakes have the same effect, a diagnosis names those of the first families."""
 
 
 @cache
 def counterfactuals_of(spec: Spec, head: str) -> Mapping[str, Counterfactual]:
     """Returns the counterfactuals of a spec at a head, by name."""
-    found = [replace(one, kind=family.__name__) for family in FAMILIES for one in family(spec, head)]
-    names = {one.name: one for one in found}
-    assert len(names) == len(found), "two counterfactuals have one name"
-    return names
+    found = [replace(each, kind=family.__name__) for family in FAMILIES for each in family(spec, head)]
+    by_name = {each.name: each for each in found}
+    assert len(by_name) == len(found), "two counterfactuals have the same name"
+    return by_name

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a batch: what single ranks hold, as fields of the whole batch, and tokens at the edges
-of sequences and of what ranks hold.
+"""Parts of a batch: the tokens that ranks hold, and the tokens at the edges of sequences, pieces
+and ranks. All are given as fields of the whole batch.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -17,35 +17,36 @@ from lossgate.specs.spec import Spec
 
 
 def masks_of(setting: Setting, ranks: Iterable[int]) -> dict[str, Tensor]:
-    """Returns the masks of tokens and of sequences, false beyond what some ranks hold.
+    """Returns the bool fields of tokens and of sequences, set to false outside of some ranks.
 
     Args:
         setting: the problem.
-        ranks: numbered as ``Setting.token_shards``.
+        ranks: their numbers, in the order of ``Setting.token_shards``.
     """
-    chosen = list(ranks)
-    tokens = setting.mask_of(torch.cat([setting.token_shards[rank] for rank in chosen]) if chosen else torch.tensor([]))
-    own = [sequence for rank in chosen for sequence in setting.partition.sequences(rank // setting.size("cp"))]
-    sequences = torch.zeros(len(setting.lengths), dtype=torch.bool).index_fill(0, torch.tensor(own).long(), True)
-    within = {"token": tokens, "sequence": sequences}
-    dims = {**setting.batch.field_dims, "mask": ("token",)}
-    return {
-        name: setting.fields[name] & within[of[0]]
-        for name, of in dims.items()
-        if len(of) == 1 and of[0] in within and setting.fields[name].dtype is torch.bool
+    is_held = {
+        "token": torch.zeros(setting.tokens, dtype=torch.bool),
+        "sequence": torch.zeros(len(setting.lengths), dtype=torch.bool),
     }
+    for rank in ranks:
+        is_held["token"][setting.token_shards[rank]] = True
+        is_held["sequence"][list(setting.partition.sequences(rank // setting.size("cp")))] = True
+    found: dict[str, Tensor] = {}
+    for name, dims in {**setting.batch.field_dims, "mask": ("token",)}.items():
+        if len(dims) == 1 and dims[0] in is_held and setting.fields[name].dtype is torch.bool:
+            found[name] = setting.fields[name] & is_held[dims[0]]
+    return found
 
 
 def bools(spec: Spec) -> list[str]:
-    """Returns the names of the mask and of other bool fields, as far as a loss has them."""
+    """Returns the names of the bool fields of a loss. The mask is one if the loss trains tokens."""
     own = [name for name, field in spec.added.items() if field.dtype == "bool" and len(field.dims) == 1]
     return ["mask", *own] if spec.trained_dim == "token" else own
 
 
 def fields_of_tokens(spec: Spec, head: str) -> list[str]:
-    """Returns the names of the labels, if the head has some, the mask and all fields of tokens."""
-    own = [name for name, dims in spec.fields.items() if dims == ("token",)]
-    return [*["labels"] * (head in ("hidden", "logits")), "mask", *own]
+    """Returns the names of all fields of tokens, the mask and the labels of the head included."""
+    labels = ["labels"] if head in ("hidden", "logits") else []
+    return [*labels, "mask", *(name for name, dims in spec.fields.items() if dims == ("token",))]
 
 
 def all_true(name: str, setting: Setting) -> Fields:
@@ -54,7 +55,9 @@ def all_true(name: str, setting: Setting) -> Fields:
 
 
 def where_rows(rows: Tensor, x: Tensor, other: Tensor | float) -> Tensor:
-    """Returns a tensor with other rows where ``rows``, ``[rows]`` bool, is false."""
+    """Returns a tensor whose rows come from ``x`` where ``rows`` is true, and from ``other``
+    elsewhere.
+    """
     return torch.where(rows.reshape(-1, *[1] * (x.dim() - 1)), x, other)
 
 
@@ -64,25 +67,25 @@ def named(field: str) -> str:
 
 
 def numbers_of_tokens(spec: Spec) -> list[str]:
-    """Returns the names of the fields that the spec adds and that hold a number for each token."""
+    """Returns the names of the fields of a spec that hold a number for each token."""
     return [name for name, field in spec.added.items() if field.dtype == "float32" and field.dims == ("token",)]
 
 
 def counts_of(setting: Setting, ranks: Iterable[int]) -> dict[str, Tensor]:
-    """Returns what the counts would be, had the batch nothing but what some ranks hold."""
+    """Returns the counts of a batch that has only the tokens and sequences of some ranks."""
     return setting.spec.counts({**setting.fields, **masks_of(setting, ranks)})
 
 
 def rank_by_rank(
     setting: Setting, axes: Collection[Axis], names: Collection[str], *, mean: bool = False
 ) -> Iterator[Part]:
-    """Yields the parts of a loss that each rank computes, with counts that leave some axes out.
+    """Yields the part of a loss that each rank computes with counts that are local over some axes.
 
     Args:
         setting: the problem.
-        axes: those over which the counts are not added up.
-        names: of these counts.
-        mean: whether the parts are averaged over these axes, not added.
+        axes: the axes over which the counts are not added up.
+        names: the names of these counts.
+        mean: whether the parts are averaged over these axes. Otherwise they are added up.
     """
     weight = 1 / prod(setting.size(axis) for axis in axes) if mean else 1.0
     for rank in range(len(setting.token_shards)):
@@ -91,12 +94,12 @@ def rank_by_rank(
 
 
 def reads_count(setting: Setting, name: str) -> bool:
-    """Returns whether the loss of a problem hangs on a count, or a metric that is returned."""
+    """Returns whether the loss of a problem, or a metric that is returned, depends on a count."""
     return setting.bound.reads_count(name, setting.returned)
 
 
 def edges(setting: Setting, *, first: bool) -> Tensor:
-    """Returns ``[tokens]`` bool: the first or the last token of each sequence."""
+    """Returns the first or the last token of each sequence, ``[tokens]`` bool."""
     sequence = setting.fields["sequence"]
     edge = sequence != sequence.roll(1 if first else -1)
     if len(edge):
@@ -115,7 +118,7 @@ def first_trained(setting: Setting, mask: Tensor) -> Tensor:
 
 
 def spans(setting: Setting, mask: Tensor) -> Tensor:
-    """Returns ``[tokens]`` bool: all from the first to the last true entry of each sequence."""
+    """Returns all tokens from the first to the last true one in a sequence, ``[tokens]`` bool."""
     return _in_each_sequence(setting, mask, lambda own: _begun(own) & _begun(own.flip(0)).flip(0))
 
 
@@ -131,10 +134,12 @@ def last_run(setting: Setting, mask: Tensor) -> Tensor:
 
 def _in_each_sequence(setting: Setting, mask: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
     lengths = setting.fields["cu_seqlens"].diff().tolist()
+    # The empty part is there for a batch without tokens: torch.cat takes no empty list.
     return torch.cat([mask[:0], *(find(own) for own in mask.split(lengths) if len(own))])
 
 
 def _begun(own: Tensor) -> Tensor:
+    """Returns whether an entry or one before it is true."""
     return own.cumsum(0) > 0
 
 
@@ -143,43 +148,56 @@ def _first(own: Tensor) -> Tensor:
 
 
 def _run(own: Tensor) -> Tensor:
-    return own & ~_begun(_begun(own) & ~own)
+    is_gap = _begun(own) & ~own
+    return own & ~_begun(is_gap)
 
 
 def padded_pieces(setting: Setting) -> list[Tensor]:
-    """Returns the tokens of each piece into which cp cuts sequences in a zigzag, padding included;
-    those of each sequence if cp is not split.
+    """Returns the tokens of each piece of each sequence, padding included.
+
+    The zigzag of cp cuts a sequence into 2 * cp pieces. Without cp, a sequence is one piece.
 
     Args:
-        setting: with its padding.
+        setting: the problem with its padding.
     """
     partition, cp = setting.partition, setting.size("cp")
     number = 2 * cp if cp > 1 else 1
-    spans = zip(partition.starts[:-1], partition.padded_lengths, strict=True)
-    return [piece for start, held in spans for piece in torch.arange(start, start + held).tensor_split(number)]
+    pieces: list[Tensor] = []
+    for start, length in zip(partition.starts[:-1], partition.padded_lengths, strict=True):
+        pieces += torch.arange(start, start + length).tensor_split(number)
+    return pieces
 
 
 def piece_ends(setting: Setting, *, last: bool = True) -> Tensor:
-    """Returns ``[tokens]`` bool: the ends of what each rank holds, piece by piece."""
+    """Returns the last tokens of the pieces that ranks hold, ``[tokens]`` bool.
+
+    Args:
+        setting: the problem.
+        last: False for the first tokens.
+    """
     ends = torch.zeros(setting.tokens, dtype=torch.bool)
     for own in setting.token_shards:
-        if len(own):
-            breaks = (own[1:] != own[:-1] + 1).nonzero().squeeze(1)
-            outer = torch.tensor([len(own) - 1 if last else 0])
-            ends[own[torch.cat([breaks, outer]) if last else torch.cat([outer, breaks + 1])]] = True
+        is_end = torch.ones(len(own), dtype=torch.bool)
+        is_break = own[1:] != own[:-1] + 1
+        if last:
+            is_end[:-1] = is_break
+        else:
+            is_end[1:] = is_break
+        ends[own] = is_end
     return ends
 
 
 def rank_ends(setting: Setting) -> Tensor:
-    """Returns ``[tokens]`` bool: the last token of each rank."""
-    return setting.mask_of(torch.tensor([int(own[-1]) for own in setting.token_shards if len(own)]).long())
+    """Returns the last token of each rank, ``[tokens]`` bool."""
+    return setting.mask_of(torch.cat([own[-1:] for own in setting.token_shards]))
 
 
 def sequence_ends_on_ranks(setting: Setting) -> Tensor:
-    """Returns ``[tokens]`` bool: the last token that a rank holds of each sequence."""
-    ends, sequence = torch.zeros(setting.tokens, dtype=torch.bool), setting.fields["sequence"]
+    """Returns the last token that a rank holds of each sequence, ``[tokens]`` bool."""
+    ends = torch.zeros(setting.tokens, dtype=torch.bool)
     for own in setting.token_shards:
-        last = sequence[own] != sequence[own].roll(-1)
-        last[-1:] = True
-        ends[own] = last
+        sequence = setting.fields["sequence"][own]
+        is_end = torch.ones(len(own), dtype=torch.bool)  # the last token of a rank is always an end
+        is_end[:-1] = sequence[:-1] != sequence[1:]
+        ends[own] = is_end
     return ends

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A named wrong computation."""
+"""A known mistake: its name, its sentence, and the outputs that it gives."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,29 +12,30 @@ from lossgate.counterfactuals.seams import RIGHT, Outputs, Seams, run, spelled_o
 from lossgate.counterfactuals.setting import Fields, Setting
 
 REFUSED = (UsageError, ValueError, ArithmeticError, LookupError, RuntimeError)
-"""What a reference raises that does not take what a mistake gives it: a weight above 1, a shape."""
+"""Errors that a reference raises if a mistake gives it bad input, such as a weight above 1."""
 
 
 def always(setting: Setting) -> bool:
-    """Returns that a mistake says something about every problem."""
+    """Returns True: the mistake applies to every problem."""
     return True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counterfactual:
-    """A mistake that kernels make, and what a kernel with it returns.
+    """A mistake that kernels make, and what a kernel with this mistake returns.
 
     Args:
-        name: short; no other of the same spec and head has it.
+        name: a short name, unique for the spec and the head.
         sentence: what the kernel does, for people, as in "the loss is divided by n + 1".
             "{outputs}" in it stands for the outputs that are wrong.
-        seams: the stages of the reference that it gets wrong.
-        applies: whether it says anything about a problem on a layout.
-        computed: what gives its outputs, if no stage does; None where it says nothing.
-        padding: whether it sees the batch with its padding; outputs are returned without.
-        made_of: the mistakes that it makes at once, if there are several. If it has the effect of
-            one of them, the others do not show, and it says too much.
-        todo: what its author should do, in words; "" if the sentence says it.
+        seams: the stages of the reference, with the wrong ones replaced.
+        applies: whether the mistake can be made on a problem and its layout.
+        computed: a function that returns the outputs, for a mistake that no stage expresses. It
+            returns None for a problem on which the mistake can't be made.
+        padding: whether the mistake is made in the batch with its padding. The outputs have none.
+        made_of: the parts of a mistake that is made of several. If the effect is that of one part
+            alone, the whole is not named, as it would say too much.
+        todo: what the author of the kernel should do; "" if the sentence says it.
         kind: the family of the mistake, which the bank fills in.
     """
 
@@ -49,15 +50,16 @@ class Counterfactual:
     kind: str = ""
 
     def run(self, setting: Setting) -> Outputs | None:
-        """Returns what a kernel with the mistake gives; None where it says nothing.
+        """Returns the outputs of a kernel with the mistake.
 
-        The reference may refuse what it is given, such as a weight above 1. Then it says nothing.
+        It returns None if the mistake can't be made on the problem, or if the reference refuses its
+        input, such as a weight above 1.
         """
-        return self._run(setting, partial(run, seams=self.seams) if self.computed is None else self.computed)
+        return self._run(setting, self.computed or partial(run, seams=self.seams))
 
     def run_forward(self, setting: Setting) -> Outputs | None:
-        """Returns what ``run`` returns, without gradients and in less time; None also where that
-        can't be had.
+        """Returns the values and metrics of ``run``, in less time; None if forward alone does not
+        give them.
         """
         if self.computed is not None or self.seams.outputs is not RIGHT.outputs:
             return None
@@ -75,10 +77,10 @@ class Counterfactual:
         if not self.padding or found is None:
             return found
         real = setting.partition.real_tokens
-        return {o: x[real] if "token" in o.dims else x for o, x in found.items()}
+        return {output: x[real] if "token" in output.dims else x for output, x in found.items()}
 
     def fields(self, setting: Setting) -> Fields:
-        """Returns the fields that it changes, without padding."""
+        """Returns the fields that the mistake changes, without padding."""
         if not self.padding:
             return self.seams.fields(setting)
         padded, real = setting.with_padding, setting.partition.real_tokens
@@ -87,12 +89,14 @@ class Counterfactual:
         return {name: x[real] if "token" in dims.get(name, ()) else x for name, x in found.items()}
 
     def words(self, outputs: str) -> str:
-        """Returns the sentence, said of some outputs if it is one about any output."""
+        """Returns the sentence. If it has a place for outputs, these are filled in."""
         return self.sentence.format(outputs=outputs) if self.of_any_output else self.sentence
 
     @property
     def of_any_output(self) -> bool:
-        """Whether the mistake may be in any output alone: the sentence then has a place for it."""
+        """Whether the mistake may be made in any output alone. The sentence then has a place for
+        the outputs.
+        """
         return "{outputs}" in self.sentence
 
 
@@ -106,27 +110,27 @@ def mistake(
     computed: Callable[[Setting], Outputs | None] | None = None,
     **seams: Any,
 ) -> Counterfactual:
-    """Returns a counterfactual that replaces some seams, or whose outputs are computed otherwise.
+    """Returns a counterfactual that replaces some stages, or has a function for its outputs.
 
     Args:
         name, sentence, todo, padding, computed: as in ``Counterfactual``.
-        when: whether it says anything about a problem.
-        seams: the stages, by their name in ``Seams``.
+        when: ``Counterfactual.applies``.
+        seams: the wrong stages, by their name in ``Seams``.
     """
     made = Seams(**seams)
-    assert (made == RIGHT) == (computed is not None), f"{name} replaces nothing, or twice"
+    assert (made == RIGHT) == (computed is not None), f"{name}: give stages or computed, and not both"
     return Counterfactual(
         name=name, sentence=sentence, seams=made, applies=when, todo=todo, padding=padding, computed=computed
     )
 
 
 def split(*axes: Axis) -> Callable[[Setting], bool]:
-    """Returns what asks whether several ranks are on each of some axes."""
+    """Returns a function that says of a setting whether each of these axes has several ranks."""
     return lambda setting: all(setting.size(axis) > 1 for axis in axes)
 
 
 def split_any(*axes: Axis) -> Callable[[Setting], bool]:
-    """Returns what asks whether several ranks are on any of some axes."""
+    """Returns a function that says of a setting whether one of these axes has several ranks."""
     return lambda setting: any(setting.size(axis) > 1 for axis in axes)
 
 

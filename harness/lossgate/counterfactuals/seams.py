@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference with its seams open: each stage is a function that a counterfactual may replace.
+"""The reference, cut into stages. A counterfactual may replace each stage by a wrong function.
 
-A stage gets tensors and returns tensors, and autograd carries the rest. So a stage that is wrong in
-backward alone returns the right value with the gradient of another: ``with_gradient_of``.
+A stage gets tensors and returns tensors, and autograd computes the gradients. So a stage that is
+wrong in backward alone returns the right values with wrong gradients: see ``with_gradient_of``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,26 +25,27 @@ Reduced = tuple[Tensor, dict[str, Tensor]]
 """A loss, and its metrics by name."""
 Loss = Callable[[BoundSpec, TokenValues, Fields], Reduced]
 _EQUAL = 1e-6
-"""Relative difference below which two computations in float64 have one effect."""
+"""Relative difference below which two computations in float64 have the same effect."""
 
 
 def with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
-    """Returns a tensor that has one's value and the other's gradient."""
-    return other + torch.where(value == other, 0.0, value - other).detach()
+    """Returns a tensor with the numbers of ``value`` and the gradient of ``other``."""
+    difference = torch.where(value == other, 0.0, value - other)  # equal infinities differ by 0
+    return other + difference.detach()
 
 
 def scaled_gradient(x: Tensor, factor: float) -> Tensor:
-    """Returns the same values, through which gradients come back multiplied by a factor."""
+    """Returns a tensor with the same numbers, whose gradient is multiplied by a factor."""
     return x if factor == 1.0 else with_gradient_of(x, x * factor)
 
 
 def same(one: Tensor, other: Tensor, apart: float = _EQUAL) -> bool:
-    """Returns whether two tensors are equal but for the rounding of float64, or further apart.
+    """Returns whether two tensors are nearly equal. By default only rounding of float64 may differ.
 
     Args:
         one: a tensor.
-        other: of its shape.
-        apart: the most that entries may differ, relative to the largest.
+        other: a tensor of the same shape.
+        apart: the most that entries may differ, relative to the largest entry.
     """
     finite = one.isfinite() & other.isfinite()
     if not torch.equal(one.isfinite(), other.isfinite()):
@@ -70,7 +71,8 @@ def _logsumexp(setting: Setting, tempered: Tensor) -> Tensor:
     return tempered.logsumexp(-1)
 
 
-def _picked(setting: Setting, tempered: Tensor) -> Tensor:
+def picked_logit(setting: Setting, tempered: Tensor) -> Tensor:
+    """Returns the logit of each label, ``[tokens]``."""
     return tempered.gather(-1, setting.fields["labels"][:, None]).squeeze(-1)
 
 
@@ -93,43 +95,45 @@ def _loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
 
 @dataclass(frozen=True, kw_only=True)
 class Seams:
-    """The stages of the reference, in their order. As they stand they are right."""
+    """The stages of the reference, in their order. By default each stage is right."""
 
     fields: Callable[[Setting], Fields] = lambda setting: {}
-    """What the kernel takes in place of some of the batch's fields."""
+    """Returns the fields that the kernel takes in place of those of the batch."""
     options: Callable[[Setting], BoundSpec] = lambda setting: setting.bound_spec
-    """The options with which it computes."""
+    """Returns the spec with the options that the kernel takes."""
     leaves: Callable[[Setting, Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda setting, leaves: leaves
-    """Its differentiable inputs."""
+    """Gets and returns the differentiable inputs."""
     project: Callable[[Setting, Mapping[str, Tensor]], Tensor] = _project
-    """From them to the logits ``[tokens, vocab]``."""
+    """Computes the logits ``[tokens, vocab]`` from the differentiable inputs."""
     cap: Stage = _cap
-    """The soft-cap."""
+    """Caps the logits."""
     temper: Stage = _temper
-    """Divides by the temperature."""
+    """Divides the logits by the temperature."""
     logsumexp: Stage = _logsumexp
-    """Of the tempered logits, ``[tokens]``."""
-    picked: Stage = _picked
-    """The tempered logit of each label, ``[tokens]``."""
+    """Computes the logsumexp of the tempered logits, ``[tokens]``."""
+    picked: Stage = picked_logit
+    """Picks the tempered logit of each label, ``[tokens]``."""
     mean: Stage = _mean
-    """The mean of the tempered logits of each token, ``[tokens]``."""
+    """Computes the mean of the tempered logits of each token, ``[tokens]``."""
     entropy: Callable[[Setting, Tensor, Tensor], Tensor] = _entropy
-    """From the tempered logits and the log-probabilities of the whole vocabulary, ``[tokens]``."""
+    """Computes the entropies ``[tokens]`` from the tempered logits and the log-probabilities of the
+    whole vocabulary.
+    """
     values: Callable[[Setting, TokenValues], TokenValues] = lambda setting, values: values
-    """All that the loss is given of each token."""
+    """Gets and returns the values per token from which the loss is computed."""
     parts: Callable[[Setting], Sequence[Part]] = lambda setting: [(1.0, {})]
-    """How the loss is put together: rank by rank, or chunk by chunk."""
+    """Returns the parts that add up to the loss, such as ranks or chunks."""
     loss: Loss = _loss
-    """One part of the loss and the metrics."""
+    """Computes one part of the loss and of the metrics."""
     upstream: Callable[[Setting, str, Tensor], Tensor] = lambda setting, name, gradient: gradient
-    """The upstream gradient of an output."""
+    """Gets and returns the upstream gradient of an output, given its name."""
     outputs: Callable[[Setting, Outputs], Outputs] = lambda setting, outputs: outputs
-    """All that is returned, and the gradients."""
+    """Gets and returns all outputs, gradients included."""
 
     @property
     def opens_token_stage(self) -> bool:
         """Whether a stage between the logits and the loss is replaced."""
-        right = (_cap, _temper, _logsumexp, _picked, _mean, _entropy)
+        right = (_cap, _temper, _logsumexp, picked_logit, _mean, _entropy)
         return (self.cap, self.temper, self.logsumexp, self.picked, self.mean, self.entropy) != right
 
 
@@ -137,11 +141,11 @@ RIGHT = Seams()
 """The reference itself."""
 RIGHT_STAGES: Mapping[str, Callable[..., Tensor]] = {
     "logsumexp": _logsumexp,
-    "picked": _picked,
+    "picked": picked_logit,
     "mean": _mean,
     "entropy": _entropy,
 }
-"""The stages that give a number for each token, by their name in ``Seams``."""
+"""The right stages that compute a number for each token, by their name in ``Seams``."""
 _SPELLED_OUT = frozenset(
     ("logprobs", "entropy", "lowest", "highest", "logsumexp", "mean_logprob", "logits", "unfiltered")
 )
@@ -149,8 +153,9 @@ _SPELLED_OUT = frozenset(
 
 
 def spelled_out(setting: Setting) -> bool:
-    """Returns whether the stages between logits and loss can be opened: there are logits, and
-    log-probabilities are those of the labels.
+    """Returns whether the stages between logits and loss can be replaced one by one.
+
+    They can if there are logits, and if log-probabilities are those of the labels.
     """
     spec = setting.spec
     of_labels = spec.gathered_ids is None or "logprobs" not in spec.uses
@@ -158,38 +163,41 @@ def spelled_out(setting: Setting) -> bool:
 
 
 def run(setting: Setting, seams: Seams = RIGHT) -> Outputs:
-    """Returns what a kernel with these stages gives: values, metrics, and the gradient of each
+    """Returns the outputs of a kernel with these stages: values, metrics, and the gradient of each
     differentiable input.
 
     Args:
         setting: the problem on its layout.
         seams: the stages.
     """
-    spec, held = setting.spec, _fresh_leaves(setting)
-    outputs = _forward(setting, seams, held)
+    spec, leaves = setting.spec, _fresh_leaves(setting)
+    outputs = _forward(setting, seams, leaves)
     roots: list[Tensor] = []
     for name, cotangent in _cotangents(setting).items():
-        root = outputs.get(spec.output(name), torch.zeros(()))
-        roots.append((torch.where(root.isfinite(), root, 0.0) * seams.upstream(setting, name, cotangent)).sum())
-    gradients = _gradients(roots, held)
+        output = outputs.get(spec.output(name), torch.zeros(()))
+        finite = torch.where(output.isfinite(), output, 0.0)
+        roots.append((finite * seams.upstream(setting, name, cotangent)).sum())
     found = {output: tensor.detach() for output, tensor in outputs.items()}
-    return seams.outputs(setting, {**found, **dict(zip(setting.head.gradients(held).values(), gradients, strict=True))})
+    found |= zip(setting.head.gradients(leaves).values(), _gradients(roots, leaves), strict=True)
+    return seams.outputs(setting, found)
 
 
 def values_alone(setting: Setting, seams: Seams) -> Outputs:
-    """Returns what ``run`` returns, without gradients and in less time."""
-    return {output: tensor.detach() for output, tensor in _forward(setting, seams, _fresh_leaves(setting)).items()}
+    """Returns the values and metrics of ``run``, in less time."""
+    outputs = _forward(setting, seams, _fresh_leaves(setting))
+    return {output: tensor.detach() for output, tensor in outputs.items()}
 
 
 def _fresh_leaves(setting: Setting) -> dict[str, Tensor]:
-    """Returns leaves that require a gradient, which some mistakes look for."""
+    """Returns leaves that require a gradient. Some mistakes look at ``requires_grad``."""
     return {name: leaf.detach().requires_grad_() for name, leaf in setting.batch.leaves.items()}
 
 
 def _forward(setting: Setting, seams: Seams, leaves: Mapping[str, Tensor]) -> Outputs:
     bound = seams.options(setting)
     fields = {**setting.fields, **seams.fields(setting)}
-    values = seams.values(setting, _values(setting, seams, bound, seams.leaves(setting, leaves), fields))
+    values = _values(setting, seams, bound, seams.leaves(setting, leaves), fields)
+    values = seams.values(setting, values)
     outputs, spec = Outputs(), bound.spec
     if "logprobs" in spec.outputs:
         outputs[spec.output("logprobs")] = values.logprobs
@@ -201,10 +209,15 @@ def _forward(setting: Setting, seams: Seams, leaves: Mapping[str, Tensor]) -> Ou
 
 
 def _cotangents(setting: Setting) -> Mapping[str, Tensor]:
-    """Returns the upstream gradients, 0 for an output of tokens that has none where another has."""
+    """Returns the upstream gradients of outputs.
+
+    If the batch has upstream gradients of tokens, they are 0 for outputs of tokens without one.
+    """
     given = setting.batch.cotangents
-    beside = [name for name in setting.spec.outputs if name != "loss" and "loss" not in given]
-    return {**{name: torch.zeros(setting.tokens, dtype=torch.float64) for name in beside}, **given}
+    if "loss" in given:
+        return given
+    of_tokens = [name for name in setting.spec.outputs if name != "loss"]
+    return {**{name: torch.zeros(setting.tokens, dtype=torch.float64) for name in of_tokens}, **given}
 
 
 def _gradients(roots: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -218,18 +231,19 @@ def _values(
     setting: Setting, seams: Seams, bound: BoundSpec, leaves: Mapping[str, Tensor], fields: Fields
 ) -> TokenValues:
     changed = seams.fields(setting)
-    opens = seams.opens_token_stage or LOGIT_FILTER in changed
-    if not setting.head.has_logits or not (opens or seams.project is not _project):
+    opens, projects = seams.opens_token_stage or LOGIT_FILTER in changed, seams.project is not _project
+    if not setting.head.has_logits or not (opens or projects):
         return bound.token_values(setting.head.name, leaves, fields)
     logits = seams.project(setting, leaves)
     if not opens:
         return bound.token_values("logits", {"logits": logits}, fields)
-    if "labels" in changed:  # two mistakes at once: the filter of one would be asked for the labels of the other
-        raise ValueError("labels change beside the stage of tokens; the two can't be computed together")
+    if "labels" in changed:  # one mistake would filter logits by the labels that another mistake changes
+        raise ValueError("one mistake changes labels and another a stage of tokens; they can't be computed together")
     return _open_values(setting, seams, bound, logits, fields.get(LOGIT_FILTER))
 
 
 def _open_values(setting: Setting, seams: Seams, bound: BoundSpec, logits: Tensor, kept: Tensor | None) -> TokenValues:
+    """Computes the values per token stage by stage. ``kept`` is the filter of logits, if any."""
     capped = seams.cap(setting, logits)
     whole = seams.temper(setting, capped)
     tempered = whole if kept is None else torch.where(kept, whole, -torch.inf)
@@ -244,11 +258,20 @@ def _open_values(setting: Setting, seams: Seams, bound: BoundSpec, logits: Tenso
             found[name] = seams.entropy(setting, tempered, tempered - logsumexp[:, None])
         elif name == "mean_logprob":
             found[name] = seams.mean(setting, tempered) - logsumexp
-        elif name in ("lowest", "highest"):
-            found[name] = capped.detach().amin(-1) if name == "lowest" else capped.detach().amax(-1)
+        elif name == "lowest":
+            found[name] = capped.detach().amin(-1)
+        elif name == "highest":
+            found[name] = capped.detach().amax(-1)
         else:
             found[name] = logsumexp if name == "logsumexp" else tempered
     return TokenValues(**found)
+
+
+_POOLS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
 
 
 def _reduced(setting: Setting, seams: Seams, bound: BoundSpec, values: TokenValues, fields: Fields) -> Outputs:
@@ -258,8 +281,8 @@ def _reduced(setting: Setting, seams: Seams, bound: BoundSpec, values: TokenValu
         loss, metrics = seams.loss(bound, values, {**fields, **changed})
         total.append(weight * loss)
         for name, metric in metrics.items():
-            pool = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}[spec.metrics[name].reduction]
-            own = weight * metric if spec.metrics[name].reduction == "sum" else metric
-            found[name] = pool(found[name], own) if name in found else own
+            reduction = spec.metrics[name].reduction
+            own = weight * metric if reduction == "sum" else metric
+            found[name] = _POOLS[reduction](found[name], own) if name in found else own
     loss = torch.stack(total).sum()
     return {spec.output("loss"): loss, **{spec.output(name): metric for name, metric in found.items()}}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a counterfactual knows of a problem on a layout."""
+"""The view of a problem on its layout that a counterfactual gets."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
@@ -21,21 +21,20 @@ from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec
 
 Fields = Mapping[str, Any]
-"""What a reference is given of a batch, by name."""
+"""Fields of a batch, as a reference gets them, by name."""
 
 T = TypeVar("T")
 
 
 class Setting:
-    """A problem on a layout, as the reference sees it: whole, in float64, and without padding
-    unless it is asked for.
+    """A problem on a layout, as the reference sees it: whole and in float64.
 
     Args:
         placed: the problem.
         returned: the outputs that the candidate returns.
-        tokens: how the candidate is given what belongs to tokens.
-        tiles: the sizes at which its loops turn, by dim, if it declares them.
-        padding: whether the batch is seen with its padding, as the ranks hold it.
+        tokens: how the candidate gets the fields of tokens.
+        tiles: the sizes of the candidate's chunks and tiles, by dim, if it declares them.
+        padding: whether the batch has its padding, as on the ranks.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Setting:
         self._known: dict[str, Any] = {}
 
     def once(self, what: str, find: Callable[[], T]) -> T:
-        """Returns what is found for many mistakes, and looked for once."""
+        """Returns the result of ``find``. It is called only once for each name ``what``."""
         if what not in self._known:
             self._known[what] = find()
         return self._known[what]
@@ -79,11 +78,11 @@ class Setting:
 
     @property
     def with_padding(self) -> "Setting":
-        """The same with padding, which hangs on the layout."""
-        return self.once(
-            "with padding",
-            lambda: Setting(self.placed, self.returned, self.given_tokens, self.tiles, padding=True),
-        )
+        """The same problem with its padding."""
+        return self.once("with padding", self._with_padding)
+
+    def _with_padding(self) -> "Setting":
+        return Setting(self.placed, self.returned, self.given_tokens, self.tiles, padding=True)
 
     @property
     def head(self) -> Head:
@@ -91,17 +90,17 @@ class Setting:
 
     @property
     def partition(self) -> Partition:
-        """How the ranks split it."""
+        """How the batch is split into the shards of ranks."""
         return self.placed.partition
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The tokens of each sequence, without padding."""
+        """The number of tokens in each sequence, without padding."""
         return self.bound.problem.lengths
 
     @cached_property
     def fields(self) -> Fields:
-        """What the reference is given."""
+        """The fields of the batch. With padding, ``cu_seqlens`` counts it."""
         known = self.batch.known
         return {**known, "cu_seqlens": known["cu_seqlens_padded"]} if self.padding else known
 
@@ -110,28 +109,28 @@ class Setting:
         return self.bound.bound_spec.temperature
 
     def size(self, axis: Axis) -> int:
-        """The ranks on an axis."""
+        """Returns the number of ranks on an axis."""
         return self.partition.layout.sizes[axis]
 
     @property
     def vocab_shards(self) -> list[VocabShard]:
-        """The rows of each tp rank."""
+        """The rows of the vocabulary that each tp rank holds, with padding."""
         return self.partition.vocab_shards
 
     @property
     def vocab_rows(self) -> list[slice]:
-        """The rows of each tp rank that has some."""
+        """The rows of each tp rank, without padding. Ranks without a row are left out."""
         return [slice(shard.start, shard.end) for shard in self.vocab_shards if shard.end > shard.start]
 
     @property
     def coordinates(self) -> list[dict[Axis, int]]:
-        """The place on dp and on cp of each rank, in the order of ``token_shards``."""
+        """The index of each rank on dp and on cp, in the order of ``token_shards``."""
         cp = self.size("cp")
         return [{"dp": rank // cp, "cp": rank % cp} for rank in range(len(self.token_shards))]
 
     @property
     def token_shards(self) -> list[Tensor]:
-        """The tokens of each rank, dp rank after dp rank, and of these cp rank after cp rank."""
+        """The tokens of each rank of dp and cp. Ranks of the same dp index follow one another."""
         return self.once("token shards", self._token_shards)
 
     def _token_shards(self) -> list[Tensor]:
@@ -139,7 +138,7 @@ class Setting:
 
     @property
     def place_on_rank(self) -> Tensor:
-        """The place of each token among those of its rank, padding counted, ``[tokens]``."""
+        """The place of each token among the tokens of its rank, padding counted, ``[tokens]``."""
         return self.once("place on rank", self._place_on_rank)
 
     def _place_on_rank(self) -> Tensor:
@@ -150,7 +149,7 @@ class Setting:
 
     @property
     def held_by_ranks(self) -> list[int]:
-        """How many tokens each rank holds, padding counted, in the order of ``token_shards``."""
+        """The number of tokens of each rank, padding counted, in the order of ``token_shards``."""
         return [len(held) for held in self.partition.token_shards.values()]
 
     @property
@@ -158,64 +157,72 @@ class Setting:
         return len(self.fields["mask"])
 
     def mask_of(self, tokens: Tensor) -> Tensor:
-        """Returns ``[tokens]`` bool, true at some tokens."""
+        """Returns a mask ``[tokens]`` that is true at some tokens, given by their numbers."""
         return torch.zeros(self.tokens, dtype=torch.bool).index_fill(0, tokens, True)
 
     def group_of(self, rank: int, axes: Collection[Axis]) -> list[int]:
-        """Returns the ranks, numbered as ``token_shards``, that differ from one in other axes than
-        these: those over which a rank adds up if it leaves these axes out.
+        """Returns the ranks whose index on each of ``axes`` is that of ``rank``.
+
+        A kernel adds up over these ranks if it leaves out the axes. Ranks are numbered in the order
+        of ``token_shards``.
         """
         at = self.coordinates
         return [other for other in range(len(at)) if all(at[other][axis] == at[rank][axis] for axis in axes)]
 
     def moved_on_each_rank(self, x: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns a tensor of tokens of which each rank has moved its own part."""
-        parts = [(tokens, move(x[tokens])) for tokens in self.token_shards if len(tokens)]
-        if not parts:
+        """Returns a tensor of tokens in which ``move`` has changed the part of each rank."""
+        held = [tokens for tokens in self.token_shards if len(tokens)]
+        if not held:
             return x
-        return torch.empty_like(x).index_copy(0, torch.cat([t for t, _ in parts]), torch.cat([y for _, y in parts]))
+        moved = [move(x[tokens]) for tokens in held]
+        return torch.empty_like(x).index_copy(0, torch.cat(held), torch.cat(moved))
 
     def rolled_on_each_rank(self, x: Tensor, by: int) -> Tensor:
-        """Returns a tensor of tokens of which each rank has rolled its own part."""
+        """Returns a tensor of tokens in which the part of each rank is rolled."""
         return self.moved_on_each_rank(x, lambda own: own.roll(by, 0))
 
     def padded(self, name: str) -> Tensor:
-        """Returns a field of tokens as the ranks hold it, with padding, ``[padded tokens]``."""
+        """Returns a field of tokens with padding, as the ranks hold it, ``[padded tokens]``."""
         return self.placed.batch.fields[name]
 
     def as_given(self, name: str) -> Tensor:
-        """Returns a field of tokens as whole sequences hold it, ``[padded tokens]``: what belongs
-        to the prediction of a token stands at that token.
+        """Returns a field of tokens as it is in whole sequences, ``[padded tokens]``.
+
+        The entry for the prediction of a token stands at that token, not at the one before it.
         """
         field, partition = self.padded(name), self.partition
         laid = field.clone()
         for dp in range(partition.layout.dp):
-            rank = dp * partition.layout.cp * partition.layout.tp
-            whole = WholeSequences.of(partition, self.given_tokens, rank)
+            first_rank = dp * partition.layout.cp * partition.layout.tp
+            whole = WholeSequences.of(partition, self.given_tokens, first_rank)
             values = whole.lay(field, shifted=name not in self.spec.unshifted)
             if self.given_tokens == "packed":
                 own = partition.sequences(dp)
                 laid[partition.starts[own.start] : partition.starts[own.stop]] = values[0]
             else:
-                laid[whole.token[whole.token >= 0]] = values[whole.token >= 0]
+                is_token = whole.token >= 0
+                laid[whole.token[is_token]] = values[is_token]
         return laid
 
     def moved_with_padding(self, name: str, source: Tensor, *, given: bool = False) -> Tensor:
-        """Returns a field of tokens, each from another place of the padded pack.
+        """Returns a field of tokens whose entries come from other places of the padded pack.
 
         Args:
-            name: of the field.
-            source: where each entry of the padded pack comes from, ``[padded tokens]``; -1 for an
-                entry that becomes 0 or false.
-            given: whether that is a place in whole sequences, as they are given.
+            name: the name of the field.
+            source: the place from which each entry of the padded pack comes, ``[padded tokens]``;
+                -1 for an entry that becomes 0 or false.
+            given: whether these are places in the field as it is given, ``as_given``.
         """
-        own = given or (name in self.spec.unshifted and self.given_tokens != "shard")
-        moved = (self.as_given(name) if own else self.padded(name))[source.clamp(min=0)]
+        from_given = given or (name in self.spec.unshifted and self.given_tokens != "shard")
+        field = self.as_given(name) if from_given else self.padded(name)
+        moved = field[source.clamp(min=0)]
         moved[source < 0] = 0
         return moved if self.padding else moved[self.partition.real_tokens]
 
     def source_on_each_rank(self, by: int) -> Tensor:
-        """Returns where the entries of the padded pack come from if each rank rolls its own."""
+        """Returns the place from which each entry of the padded pack comes if each rank rolls its
+        own entries.
+        """
         source = torch.arange(self.partition.tokens)
         for own in self.partition.token_shards.values():
             source[own] = own.roll(by)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a reference calls its operations, and a change to what one of them gives."""
+"""The places where a reference calls its operations, and changes to the result of one operation."""
 
 import ast
 import linecache
@@ -21,17 +21,19 @@ from torch.overrides import TorchFunctionMode
 class Site:
     """An operation of a reference, named by the code that calls it.
 
-    Comments, line breaks and lines elsewhere don't change it. If one function has the same code
-    twice, both are one site.
+    Comments, line breaks and changes elsewhere in the file don't change a site. If a function has
+    the same code twice, both places are the same site.
     """
 
     file: str
     """The name of the file, without its folder."""
     function: str
     code: str
-    """The expression of the operation; or a statement, for all operations of the kind in it."""
+    """The expression of the operation, or a statement. A statement stands for all its operations of
+    the kind.
+    """
     operation: str
-    """The kind of operation, as in "mul"."""
+    """The kind of operation, such as "mul"."""
 
 
 class CallSites(NamedTuple):
@@ -42,7 +44,7 @@ class CallSites(NamedTuple):
 
 
 Rewrite = Callable[[Tensor, tuple[Any, ...]], Any]
-"""Gets what an operation gave, and its arguments, and returns what a wrong kernel has instead."""
+"""Gets the result of an operation and its arguments. Returns the result that a wrong kernel has."""
 
 
 _NAMES: Mapping[str, str] = {
@@ -68,11 +70,11 @@ _NAMES: Mapping[str, str] = {
     "logaddexp": "logaddexp",
     "log_softmax": "log_softmax",
 }
-"""The operations by the names that torch calls them by."""
+"""The kinds of operations, by the names of torch's functions."""
 
 
 class _AtSites(TorchFunctionMode):
-    """Knows which code of a reference calls each operation."""
+    """Finds the code of a reference that calls each operation."""
 
     def __torch_function__(
         self, func: Any, types: Collection[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -85,15 +87,15 @@ class _AtSites(TorchFunctionMode):
         return self.at(call, found, args) if isinstance(found, Tensor) else found
 
     def asks_about(self, operation: str) -> bool:
-        """Returns whether it matters where an operation is called: to look is slow."""
+        """Returns whether the sites of a kind of operation are looked up, which is slow."""
         return True
 
     def given(self, call: CallSites, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns the arguments with which it is called."""
+        """Returns the arguments with which the operation is called."""
         return args
 
     def at(self, call: CallSites, found: Tensor, args: tuple[Any, ...]) -> Any:
-        """Returns what stands in place of what it gave."""
+        """Returns the result that stands in place of what the operation returned."""
         raise NotImplementedError
 
 
@@ -104,7 +106,7 @@ class Traced(_AtSites):
         super().__init__()
         self.calls: dict[CallSites, None] = {}
         self.uses: dict[tuple[Site, Site], None] = {}
-        """Where the gradient is stopped, and an operation that is given what comes of it."""
+        """Each site that stops the gradient, with an operation that uses the detached value."""
         self._of_tensors: set[Site] = set()
         self._stopped: dict[int, tuple[Site, Tensor]] = {}
 
@@ -116,7 +118,8 @@ class Traced(_AtSites):
             if id(arg) in self._stopped:
                 self.uses[self._stopped[id(arg)][0], call.expression] = None
         if call.expression.operation == "detach":
-            self._stopped[id(found)] = call.expression, found  # kept, or its number would be given again
+            # The tensor is kept, as Python may give its id to another tensor once it is gone.
+            self._stopped[id(found)] = call.expression, found
         return found
 
     def of_kind(self, operation: str) -> list[Site]:
@@ -126,23 +129,28 @@ class Traced(_AtSites):
 
     @property
     def sites(self) -> list[Site]:
-        """Each expression, and after these each statement that has several of one kind."""
+        """Each expression. After those of a statement comes the statement, if they are several."""
         statements: dict[Site, dict[Site, None]] = {}
         for expression, statement in self.calls:
             statements.setdefault(statement, {})[expression] = None
-        found = ([*each, *[statement] * (len(each) > 1)] for statement, each in statements.items())
-        return list(dict.fromkeys(site for sites in found for site in sites))
+        found: dict[Site, None] = {}
+        for statement, expressions in statements.items():
+            found |= expressions
+            if len(expressions) > 1:
+                found[statement] = None
+        return list(found)
 
     def takes_number(self, site: Site) -> bool:
-        """Returns whether one of two arguments is always a number. Torch calls ``2 * x`` as it
-        calls ``x * 2``.
+        """Returns whether one of two arguments is always a number.
+
+        Torch does not tell which: it calls ``2 * x`` as it calls ``x * 2``.
         """
         return site not in self._of_tensors
 
 
 class Attached(_AtSites):
-    """Gives one operation what it is given of a stopped gradient with the gradient, and does not
-    stop it at another place, where it comes through later.
+    """Undoes the stop of a gradient for one operation that uses the detached value. If the value
+    passes a second stop later, that stop can be undone as well.
     """
 
     def __init__(self, stops: Site, use: Site, later: Site | None) -> None:
@@ -165,10 +173,10 @@ class Attached(_AtSites):
 
 
 class Changed(_AtSites):
-    """Changes what the operation at one site gives."""
+    """Changes the result of the operation at one site."""
 
     def __init__(self, site: Site | None, rewrite: Rewrite) -> None:
-        """Remembers the site, or None for every softmax of the whole vocabulary, and the change."""
+        """Takes the site, or None for every log_softmax, and the change."""
         super().__init__()
         self._site, self._rewrite = site, rewrite
 
@@ -187,7 +195,8 @@ def _call(frame: FrameType, operation: str) -> CallSites:
 
 @lru_cache(4096)
 def _call_at(code: CodeType, instruction: int, operation: str) -> CallSites:
-    place = _Place(*next(islice(code.co_positions(), instruction // 2, None), (None,) * 4))
+    positions = islice(code.co_positions(), instruction // 2, None)  # an instruction has two bytes
+    place = _Place(*next(positions, (None,) * 4))
     function = code.co_qualname.replace(".<locals>", "")
     expression, statement = _code_at(code.co_filename, place)
     file = Path(code.co_filename).name
@@ -195,7 +204,7 @@ def _call_at(code: CodeType, instruction: int, operation: str) -> CallSites:
 
 
 class _Place(NamedTuple):
-    """What the interpreter knows of where an instruction comes from."""
+    """The place in a file from which an instruction comes, as far as the interpreter knows it."""
 
     line: int | None
     last_line: int | None
@@ -210,8 +219,8 @@ class _Place(NamedTuple):
 
 
 def _code_at(file: str, place: _Place) -> tuple[str, str]:
-    """Returns the expression at a place, and the statement that holds it; the line of both where
-    the code can't be read.
+    """Returns the expression at a place and the statement that holds it. If the code can't be read,
+    both are the number of the line.
     """
     around = list(_around(_parsed(file), place))
     if not around:
@@ -223,7 +232,7 @@ def _code_at(file: str, place: _Place) -> tuple[str, str]:
 
 
 def _around(node: ast.AST, place: _Place) -> Iterator[ast.AST]:
-    """Yields the statements and expressions in a node that hold a place, the outermost first."""
+    """Yields the statements and expressions in a node that contain a place, outermost first."""
     for child in ast.iter_child_nodes(node):
         is_code = isinstance(child, ast.stmt | ast.expr)
         if is_code and place.is_in(child):
@@ -242,6 +251,8 @@ _OWN = str(Path(__file__).parents[1])
 
 
 def _passed_over(file: str) -> bool:
-    """Returns whether a file only stands between a reference and torch."""
-    between = file.startswith(_OWN) and not file.startswith(f"{_OWN}/losses")
-    return between or file.startswith(_TORCH)
+    """Returns whether a file is not part of a reference: it is of torch, or of lossgate outside of
+    its losses.
+    """
+    is_own = file.startswith(_OWN) and not file.startswith(f"{_OWN}/losses")
+    return is_own or file.startswith(_TORCH)

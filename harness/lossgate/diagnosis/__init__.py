@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a kernel disagrees: what it returned, compared with what known mistakes return."""
+"""Finds out why a kernel disagrees: its outputs are compared with those of known mistakes."""

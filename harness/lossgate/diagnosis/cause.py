@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a diagnosis says."""
+"""The result of a diagnosis, and its words."""
 
 from dataclasses import dataclass
 
@@ -9,77 +9,82 @@ class Cause:
     """A mistake that explains what a kernel returned."""
 
     name: str
-    """Of the counterfactual."""
+    """The name of the counterfactual."""
     words: str
     """What the kernel does, in words."""
     todo: str = ""
-    """What to do about it, in words."""
+    """What the author should do, in words."""
     same_as_before: bool = False
-    """It has the same effect as the cause before it, on every problem seen."""
+    """Whether this cause has the same effect as the one before it on every problem seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What explains a disagreement."""
+    """The causes that explain a disagreement, or the places where outputs are wrong."""
 
     causes: tuple[Cause, ...] = ()
     """At most three mistakes, the plainest first."""
     scope: str = ""
-    """The outputs to which it is limited, in words; "" if it explains all that was returned."""
+    """The outputs to which the mistake is limited, in words; "" if it explains all outputs."""
     condition: str = ""
-    """What all problems have on which the kernel is wrong, and no other, in words; or "except with"
-    what those have that the mistake does not explain."""
+    """The trait that all problems with the mistake have and no other, in words. After "except with"
+    it is the trait of the problems that the mistake does not explain."""
     partly: bool = False
-    """The mistake explains rows of an output, or some problems, and not all that was returned."""
+    """Whether the mistake explains only some rows of an output, or only some problems."""
     where: tuple[str, ...] = ()
-    """If there is no cause: where the outputs are wrong, in words."""
+    """The places where outputs are wrong, in words, if there is no cause."""
     problems: int = 0
-    """On how many failing problems it held."""
+    """The number of failing problems that the mistake explains."""
     failing: int = 0
-    """How many problems failed, if it did not hold on all of them."""
+    """The number of failing problems, if the mistake does not explain all of them; else 0."""
     layouts: tuple[str, ...] = ()
-    """On which layouts."""
+    """The layouts of the explained problems."""
     tried: int = 0
-    """How many problems were run, if too few of them failed to name a cause."""
+    """The number of problems that were run, if too few of them failed to name a cause; else 0."""
     asked: int = 0
-    """How many known mistakes were compared."""
+    """The number of known mistakes that were compared."""
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """The diagnosis in words, the cause first."""
-        if not self.causes:
-            places = tuple(f"where: {sentence}" for sentence in self.where)
-            if not self.asked:
-                few = f"cause: not named, since only {self.problems} of {self.tried} further problems disagree"
-                return (few, *places) if self.tried else ()
-            nothing = f"cause: none of {self.asked} known mistakes explains it"
-            return (nothing, *places)
-        todo = "" if self._unsure else next((cause.todo for cause in self.causes if cause.todo), "")
-        return (f"cause: {self.named}; {self.explains}", *((f"to do: {todo}",) if todo else ()))
+        if self.causes:
+            cause = f"cause: {self.named}; {self.explains}"
+            todo = next((cause.todo for cause in self.causes if cause.todo), "")
+            return (cause, f"to do: {todo}") if todo and not self._unsure else (cause,)
+        places = tuple(f"where: {sentence}" for sentence in self.where)
+        if self.asked:
+            return (f"cause: none of {self.asked} known mistakes explains it", *places)
+        if self.tried:
+            few = f"cause: not named, since only {self.problems} of {self.tried} further problems disagree"
+            return (few, *places)
+        return ()
 
     @property
     def _unsure(self) -> bool:
+        """Whether causes have different effects, so that it is not known which one is right."""
         return any(not cause.same_as_before for cause in self.causes[1:])
 
     @property
     def named(self) -> str:
-        """The causes in words, and to what they are limited; "" if there is none."""
+        """The causes and their limits in words; "" if there is no cause."""
         if not self.causes:
             return ""
-        first, *others = self.causes
-        also = (f"; or{', with the same effect on these problems' * o.same_as_before}: {o.words}" for o in others)
+        words = self.causes[0].words
+        for cause in self.causes[1:]:
+            same = ", with the same effect on these problems" if cause.same_as_before else ""
+            words += f"; or{same}: {cause.words}"
         one_of = "one of these, which the problems do not tell apart: " if self._unsure else ""
-        return f"{one_of}{first.words}{''.join(also)}{self.scope}{self.condition}"
+        return f"{one_of}{words}{self.scope}{self.condition}"
 
     @property
     def explains(self) -> str:
-        """What the causes explain, in words; "" if there is none."""
-        return f"this explains {self._held}" if self.causes else ""
+        """The problems that the causes explain, in words; "" if there is no cause."""
+        return f"this explains {self._explained}" if self.causes else ""
 
     @property
-    def _held(self) -> str:
+    def _explained(self) -> str:
         if not self.asked:
-            few = f", and the {self.problems} that disagree of {self.tried} others" if self.problems else ""
+            few = f", and the {self.problems} of {self.tried} other problems that disagree" if self.problems else ""
             return f"the problem below{few}"
         explained = f"{self.problems} of {self.failing}" if self.failing else f"all {self.problems}"
         others = f"none of the {self.asked - len(self.causes)} other known mistakes does"

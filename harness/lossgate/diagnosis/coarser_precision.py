@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Precisions that are coarser than a declared one: what a kernel may round and not say. Would it
-agree, if it declared that?
+"""Finds out whether a kernel only rounds more than it declares. It is judged again as if it had
+declared a coarser ``Precision``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,34 +34,36 @@ _STAGES: Mapping[str, str] = {
     "logits": "the logits",
     "loss": "the arithmetic from log-probabilities to the loss",
 }
-"""The stages, and what each rounds, in words."""
+"""The stages of a ``Precision``, and what each rounds, in words."""
 _PRODUCT = ("logits", "dlogits")
 _SOFTMAX = (*_PRODUCT, "logsumexp", "logprobs")
 _TOGETHER = tuple(
     (*stages, *in_a_loop) for stages in (_PRODUCT, _SOFTMAX, (*_SOFTMAX, "loss")) for in_a_loop in ((), ("accumulate",))
 )
-"""The stages that kernels round together, as torch does where the inputs are never cast to float32:
-the product alone, also the softmax, or all."""
+"""The stages that kernels round together: the product, the product and the softmax, or all. Torch
+rounds them together if the inputs are never cast to float32."""
 _LOOP = {*_PRODUCT, "accumulate", "chunk"}
+"""The fields of a kernel that rounds its products and loops over chunks of tokens."""
 _STEPS = {"accumulate": ("chunk", "token", "weight"), "accumulate_hidden": ("vocab_chunk", "vocab", "hidden")}
-"""What has the size of a step of each running sum, what it counts, and the leaf whose gradient it
-is."""
+"""For each running sum, the field with the size of its steps, the dim that it runs over, and the
+leaf whose gradient it is."""
 _COUNTED = {"token": "tokens", "vocab": "rows of the vocabulary"}
 _USUAL_STEPS = (64, 32, 16, 8, 4, 2, 1)
-"""The steps that are tried where a candidate declares no tiles. The fewer there are, the less is
-rounded."""
+"""The steps that are tried if a candidate declares no tiles. Longer steps round less."""
 
 _UNITS = 8.0
-"""So many units of roundoff is the most that an output may be off as a whole, relative to its
+"""The largest error of rounding of an output as a whole, in units of roundoff, relative to its
 size."""
 _ALIGNED = 0.5
-"""The largest mean sign of errors of rounding, relative to the reference. A factor has 1."""
+"""The largest mean over entries of the sign of error times reference that rounding may have. For a
+factor it is 1 or -1."""
 _STAGES_NAMED = 3
-"""The most stages that are named: those that make a kernel the least noisy."""
+"""The largest number of stages that are named. They are the ones that add the least noise."""
 _ENTRIES = 16
-"""The fewest entries of an output of which this is asked."""
+"""An output with fewer entries is not asked for this mean."""
 _WOULD_SHOW = 10.0
-"""A stage that makes an output so many times as noisy would show in it, on most problems."""
+"""The largest factor by which rounding a stage may make a right output noisier, in the median over
+problems. With a larger one, the output would be wrong on most problems."""
 
 
 @dataclass(frozen=True)
@@ -73,35 +75,37 @@ class Coarser:
     rounds: str
     """What the kernel rounds, in words."""
     to: str
-    """The format, in words."""
+    """The format to which it is rounded, in words."""
     guessed: str = ""
-    """The field whose value is the largest that was tried: the candidate does not say it."""
+    """The field whose value was tried, as the candidate does not declare it."""
 
     def __str__(self) -> str:
         return f"Precision({', '.join(f'{name}={value!r}' for name, value in self.changes.items())})"
 
     def declared(self, candidate: Candidate, dtype: str) -> str:
-        """Returns what to write, with all that the candidate declares already."""
-        own, plain = self.of(candidate, dtype).precision[dtype], Precision()
-        given = {f.name: getattr(own, f.name) for f in fields(Precision)}
-        shown = {name: value for name, value in given.items() if value != getattr(plain, name)}
+        """Returns the ``Precision`` to declare, in words, with the candidate's own declarations."""
+        changed, plain = self.of(candidate, dtype).precision[dtype], Precision()
+        shown = {f.name: getattr(changed, f.name) for f in fields(Precision)}
+        shown = {name: value for name, value in shown.items() if value != getattr(plain, name)}
         words = (f"{name}={'N' if name == self.guessed else repr(value)}" for name, value in shown.items())
         called = f"Precision({', '.join(words)})"
         if not self.guessed:
             return called
         dim = next(dim for name, dim, _ in _STEPS.values() if name == self.guessed)
-        return f"{called}, where N is the {_COUNTED[dim]} in a step of its loop, {shown[self.guessed]} at most"
+        most = shown[self.guessed]
+        return f"{called}, where N is the number of {_COUNTED[dim]} in a step of its loop, at most {most}"
 
     @property
     def is_of_logits(self) -> bool:
-        """Whether it is of a stage that kernels round together with others."""
+        """Whether a stage changes that kernels round together with others."""
         return not self.changes.keys().isdisjoint(_SOFTMAX)
 
     @property
     def leaf(self) -> str:
-        """The differentiable input of whose gradient it is a running sum; "" if it is of none."""
-        sums = (leaf for stage, (size, _, leaf) in _STEPS.items() if self.changes.keys() & {stage, size})
-        return next(sums, "") if not self.is_of_logits else ""
+        """The differentiable input whose gradient has a changed running sum; "" for none."""
+        if self.is_of_logits:
+            return ""
+        return next((leaf for stage, (size, _, leaf) in _STEPS.items() if self.changes.keys() & {stage, size}), "")
 
     def of(self, candidate: Candidate, dtype: str) -> Candidate:
         """Returns a candidate that declares the change for a dtype."""
@@ -110,20 +114,20 @@ class Coarser:
 
 
 def in_one_stage(candidate: Candidate, dtype: str) -> Iterator[Coarser]:
-    """Yields the changes to what a candidate declares for a dtype that are of a single stage.
+    """Yields the changes of a single stage to the precision that a candidate declares for a dtype.
 
-    A running sum has several, the longest step first.
+    A running sum has several changes, the one with the longest step first.
     """
-    own, name = candidate.precision[dtype], _coarse(dtype)
+    own, coarse = candidate.precision[dtype], _coarse(dtype)
     for stage in _STAGES:
         if stage != "returned" or own.returned is None:
-            yield from _rounded(candidate, own, _left(candidate, own, (stage,), name), name)
+            yield from _rounded(candidate, own, _finer(candidate, own, (stage,), coarse), coarse)
     for stage, (size, dim, _) in _STEPS.items():
         declared = getattr(own, size)
-        if declared is not None and FLOAT_FORMATS[getattr(own, stage)].unit >= FLOAT_FORMATS[name].unit:
-            for smaller in (each for each in _USUAL_STEPS if each < declared):
+        if declared is not None and FLOAT_FORMATS[getattr(own, stage)].unit >= FLOAT_FORMATS[coarse].unit:
+            for smaller in (step for step in _USUAL_STEPS if step < declared):
                 rounds = f"{_STAGES[stage]} after fewer {_COUNTED[dim]}"
-                yield Coarser({size: smaller}, rounds, name, guessed=size)
+                yield Coarser({size: smaller}, rounds, coarse, guessed=size)
     if own.products != "tf32":
         yield Coarser({"products": "tf32"}, "the factors of products", "TF32")
     if not own.grads_in_forward and dtype != "float32":
@@ -131,45 +135,47 @@ def in_one_stage(candidate: Candidate, dtype: str) -> Iterator[Coarser]:
 
 
 def in_several_stages(candidate: Candidate, dtype: str) -> Iterator[Coarser]:
-    """Yields the changes of several stages at once, those that round the least first."""
-    own, name = candidate.precision[dtype], _coarse(dtype)
-    for stages in dict.fromkeys(_left(candidate, own, together, name) for together in _TOGETHER):
+    """Yields the changes of several stages at once. The first changes round the least."""
+    own, coarse = candidate.precision[dtype], _coarse(dtype)
+    for stages in dict.fromkeys(_finer(candidate, own, together, coarse) for together in _TOGETHER):
         if len(stages) > 1:
-            yield from _rounded(candidate, own, stages, name)
+            yield from _rounded(candidate, own, stages, coarse)
 
 
 def as_coarse_as_usual(candidate: Candidate, dtype: str) -> Coarser | None:
-    """Returns the change to what torch rounds if products are in a dtype, and a loop over tokens
-    has no sum of its own; None if there is nothing to add.
+    """Returns the change to the precision that torch has by default in a loop over tokens: products
+    and running sums are rounded. None if the candidate declares that already.
     """
     if dtype == "float32":
         return None
-    changes = (one for one in in_several_stages(candidate, dtype) if one.changes.keys() <= _LOOP)
-    return min(changes, key=lambda one: (-len(one.changes), one.changes.get("chunk", 0)), default=None)
+    changes = (change for change in in_several_stages(candidate, dtype) if change.changes.keys() <= _LOOP)
+    # The most stages, with the shortest step.
+    return min(changes, key=lambda change: (-len(change.changes), change.changes.get("chunk", 0)), default=None)
 
 
 def _coarse(dtype: str) -> str:
     return dtype if dtype == "float16" else "bfloat16"
 
 
-def _left(candidate: Candidate, own: Precision, stages: tuple[str, ...], to: str) -> tuple[str, ...]:
-    """Returns those of some stages that a candidate has and declares finer than a dtype."""
+def _finer(candidate: Candidate, own: Precision, stages: tuple[str, ...], to: str) -> tuple[str, ...]:
+    """Returns the stages that a candidate has and declares finer than a dtype."""
 
-    def is_left(stage: str) -> bool:
-        given = own.loss if stage == "returned" else getattr(own, stage)
-        there = stage not in _STEPS or _STEPS[stage][2] in candidate.starts_at.leaves
-        there = there and (stage != "reduce" or "tp" in candidate.axes)
-        return there and FLOAT_FORMATS[given].unit < FLOAT_FORMATS[to].unit
+    def is_finer(stage: str) -> bool:
+        if stage in _STEPS and _STEPS[stage][2] not in candidate.starts_at.leaves:
+            return False
+        if stage == "reduce" and "tp" not in candidate.axes:
+            return False
+        declared = own.loss if stage == "returned" else getattr(own, stage)
+        return FLOAT_FORMATS[declared].unit < FLOAT_FORMATS[to].unit
 
-    return tuple(filter(is_left, stages))
+    return tuple(filter(is_finer, stages))
 
 
 def _rounded(candidate: Candidate, own: Precision, stages: tuple[str, ...], to: str) -> Iterator[Coarser]:
-    """Yields the changes that round some stages to a dtype."""
     if not stages:
         return
     changes: dict[str, Any] = dict.fromkeys(stages, to)
-    if "loss" in stages:  # what is returned has come in the dtype that is declared
+    if "loss" in stages:  # the outputs had the declared dtype, so it must not follow that of the loss
         changes |= _returned_as_before(candidate, own)
     rounds = in_a_row([_STAGES[stage] for stage in stages])
     running = next((stage for stage in stages if stage in _STEPS), None)
@@ -183,93 +189,112 @@ def _rounded(candidate: Candidate, own: Precision, stages: tuple[str, ...], to: 
 
 
 def _returned_as_before(candidate: Candidate, own: Precision) -> dict[str, Any]:
-    """Returns what keeps the dtypes that are returned, whatever that of the loss becomes."""
+    """Returns the change that keeps the declared dtypes of outputs if that of the loss changes."""
     if isinstance(own.returned, str):
         return {}
-    spec = candidate.spec
-    dtypes = {name: own.dtype_of(name) for name in (*spec.outputs, *spec.metrics)}
-    return {"returned": own.loss if own.returned is None else dtypes}
+    if own.returned is None:
+        return {"returned": own.loss}
+    names = (*candidate.spec.outputs, *candidate.spec.metrics)
+    return {"returned": {name: own.dtype_of(name) for name in names}}
 
 
 def coarser(failing: Sequence[Observed]) -> list[Explanation]:
-    """Returns that one of some stages is rounded, if that explains what a kernel returned: the
-    numbers do not tell which it is. If no single stage does, these are the fewest that kernels
-    round together and that do.
+    """Returns one explanation by stages that are rounded, or none if rounding does not explain all.
 
-    A single stage may be all that these problems show of several, so that the advice has both.
+    If several stages explain it, each by itself, the cause names them all, as the numbers do not
+    tell which is rounded. If no single stage explains it, the cause names the fewest stages that
+    kernels round together. If the kernel rounds several stages, one may explain all that these
+    problems show. So the advice then has both.
 
     Args:
         failing: what the kernel returned on problems where it is wrong.
     """
     candidate, dtype = failing[0].case.candidate, failing[0].case.problem.dtype
-    of_each = {output: [one for one in failing if output in one.wrong] for output in scope_of(failing)}
-    if not all(_may_be_rounding(own, output) for output, own in of_each.items()):
-        return []
-    found = _explaining(failing, in_one_stage(candidate, dtype))
-    likely = not found or any(one.is_of_logits for _, one in found)
-    several = in_several_stages(candidate, dtype) if likely else ()
-    together = [one for _, one in _explaining(failing, several, first=True)]
-    if not found:
+    for output in scope_of(failing):
+        if not _may_be_rounding([observed for observed in failing if output in observed.wrong], output):
+            return []
+    by_noise = sorted(_explaining(failing, in_one_stage(candidate, dtype)), key=lambda pair: pair[0])
+    single = [change for _, change in by_noise]
+    together: list[Coarser] = []
+    if not single or any(change.is_of_logits for change in single):
+        found = _explaining(failing, in_several_stages(candidate, dtype), first=True)
+        together = [change for _, change in found]
+    if not single:
         return [_rounding(failing, together)] if together else []
-    to = min(found, key=lambda one: one[0])[1].to
-    stages = [one for _, one in sorted(found, key=lambda one: one[0]) if one.to == to]
-    return [_rounding(failing, stages, together)]
+    to_the_same = [change for change in single if change.to == single[0].to]
+    return [_rounding(failing, to_the_same, together)]
 
 
 def _explaining(
     failing: Sequence[Observed], changes: Iterable[Coarser], *, first: bool = False
 ) -> list[tuple[float, Coarser]]:
-    """Returns the changes that explain all, with how noisy they make a kernel: of those that round
-    the same, and differ in the step of a sum, the first.
+    """Returns the changes that explain all, each with the noise of a kernel that declares it. Of
+    changes that differ only in the step of a sum, it returns the first.
+
+    Args:
+        failing: what the kernel returned on problems where it is wrong.
+        changes: the changes that are tried, in this order.
+        first: whether to stop at the first change that explains all.
     """
     found: dict[str, tuple[float, Coarser]] = {}
     for change in changes:
-        if change.rounds not in found and (noise := _noise_if_it_agrees(failing, change)) is not None:
-            found[change.rounds] = noise, change
-            if first:
-                break
+        if change.rounds in found:
+            continue
+        noise = _noise_if_it_agrees(failing, change)
+        if noise is None:
+            continue
+        found[change.rounds] = noise, change
+        if first:
+            break
     return list(found.values())
 
 
 def _rounding(failing: Sequence[Observed], stages: Sequence[Coarser], together: Sequence[Coarser] = ()) -> Explanation:
-    """Returns that a kernel rounds one of some stages, or several at once.
+    """Returns the explanation that a kernel rounds one of some stages, or several at once.
 
     Args:
         failing: the problems that this explains.
-        stages: those that may be rounded, each alone.
+        stages: the stages that may be rounded, each alone.
         together: the stages that may be rounded at once; at most one such change.
     """
     candidate, dtype = failing[0].case.candidate, failing[0].case.problem.dtype
-    several = ": the numbers do not tell which, or whether it is several" if len(stages) > 1 else ""
-    named, left = stages[:_STAGES_NAMED], counted(len(stages) - _STAGES_NAMED, "other stage")
-    what = [one.rounds for one in named] + [left] * (len(stages) > _STAGES_NAMED)
-    declared = "; or ".join(one.declared(candidate, dtype) for one in named)
-    more = (f"; or, if it rounds {one.rounds}, as autograd does: {one.declared(candidate, dtype)}" for one in together)
+    named = stages[:_STAGES_NAMED]
+    what = [change.rounds for change in named]
+    if len(stages) > _STAGES_NAMED:
+        what.append(counted(len(stages) - _STAGES_NAMED, "other stage"))
+    unsure = ": the numbers do not tell which of these, or whether it rounds several" if len(stages) > 1 else ""
+    declared = "; or ".join(change.declared(candidate, dtype) for change in named)
+    for change in together:
+        declared += f"; or, if it rounds {change.rounds}, as autograd does: {change.declared(candidate, dtype)}"
     cause = Cause(
         name=" or ".join(map(str, named)),
-        words=f"the kernel rounds {', or '.join(what)} to {stages[0].to}, "
-        f"which its declared precision does not say{several}",
-        todo=f"compute it in float32. Or, if it is meant, declare for {dtype} {declared}{''.join(more)}",
+        words=f"the kernel rounds {', or '.join(what)} to {stages[0].to}, but its declared precision does not say so"
+        f"{unsure}",
+        todo=f"compute it in float32. Or, if it is meant, declare for {dtype} {declared}",
     )
     return Explanation(cause=cause, failing=failing)
 
 
 def _noise_if_it_agrees(failing: Sequence[Observed], change: Coarser) -> float | None:
-    """Returns how noisy kernels with a coarser precision are in what is wrong, relative to those
-    that are declared; None if the kernel does not agree with them, or they would be wrong in what
-    is right, too.
+    """Returns the noise of wrong outputs with a coarser precision, relative to the declared one.
+
+    Returns:
+        The largest ratio, 1 at least. None if the kernel does not agree with the coarser precision,
+        or if outputs that are right would then be much noisier.
     """
     noise, right = 1.0, failing[0].got.keys() - scope_of(failing)
     ratios: dict[Output, list[float]] = {output: [] for output in right}
     for observed in failing:
         case = observed.case
         oracle = Oracle(change.of(case.candidate, case.problem.dtype), case.placed, case.result.outputs)
-        if not all(one.agrees for one in case.compare(case.result, oracle.gradients, oracle)):
+        if not all(comparison.agrees for comparison in case.compare(case.result, oracle.gradients, oracle)):
             return None
-        noise = max(noise, *(_noise(oracle, o) / max(_noise(case.oracle, o), 1e-300) for o in observed.wrong))
+        for output in observed.wrong:
+            noise = max(noise, _noise(oracle, output) / max(_noise(case.oracle, output), 1e-300))
         for output in right.intersection(case.result.outputs):
             ratios[output].append(_size(observed, oracle, output) / _size(observed, case.oracle, output))
-    return None if any(median(of_output) > _WOULD_SHOW for of_output in ratios.values() if of_output) else noise
+    would_show = any(median(of_output) > _WOULD_SHOW for of_output in ratios.values() if of_output)
+    return None if would_show else noise
 
 
 def _noise(oracle: Oracle, output: Output) -> float:
@@ -277,15 +302,15 @@ def _noise(oracle: Oracle, output: Output) -> float:
 
 
 def _size(observed: Observed, oracle: Oracle, output: Output) -> float:
-    """Returns how far right kernels may be off, with the rounding of what they return."""
+    """Returns the largest error of right kernels, with the rounding of the returned output."""
     largest = float(oracle.reference[output].nan_to_num(0.0, 0.0, 0.0).abs().max())
     dtype = observed.case.result.dtypes[output]
     return max(_noise(oracle, output) + float_format_of(dtype).unit * largest, 1e-300)
 
 
 def _may_be_rounding(failing: Sequence[Observed], output: Output) -> bool:
-    """Returns whether the errors of an output are as small as those of rounding, and point
-    anywhere.
+    """Returns whether the errors of an output look like rounding: they are small, and some are
+    towards 0 and others away from it.
     """
     signs: list[Tensor] = []
     for observed in failing:
@@ -293,10 +318,11 @@ def _may_be_rounding(failing: Sequence[Observed], output: Output) -> bool:
             return False
         got, reference = observed.got[output], observed.case.oracle.reference[output]
         finite = got.isfinite() & reference.isfinite()
-        off, right = torch.where(finite, got - reference, 0.0).flatten(), torch.where(finite, reference, 0.0).flatten()
-        if float(off.norm()) > _UNITS * FLOAT_FORMATS["bfloat16"].unit * float(right.norm()):
+        error = torch.where(finite, got - reference, 0.0).flatten()
+        right = torch.where(finite, reference, 0.0).flatten()
+        if float(error.norm()) > _UNITS * FLOAT_FORMATS["bfloat16"].unit * float(right.norm()):
             return False
-        signs.append((off * right).sign())
-    of_all = torch.cat(signs)
-    of_all = of_all[of_all != 0]
-    return len(of_all) < _ENTRIES or abs(float(of_all.mean())) <= _ALIGNED
+        signs.append((error * right).sign())
+    sign = torch.cat(signs)
+    sign = sign[sign != 0]
+    return len(sign) < _ENTRIES or abs(float(sign.mean())) <= _ALIGNED

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypotheses that explain what a kernel returned, and the rule by which one is said."""
+"""Explanations of what a kernel returned, and the rule by which some of them are told."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +16,9 @@ from lossgate.diagnosis.where import words_of_several
 from lossgate.specs.outputs import Output
 
 NAMES = 3
-"""The most names that are said: more than three say little."""
+"""The largest number of causes that are told. More than three would help little."""
 _ONE_OF_MANY = (OPERATION, "two mistakes")
-"""Kinds of mistakes of which many may have one effect, and none is plainer."""
+"""The kinds of mistakes of which many may have the same effect, without a plainest one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,47 +27,52 @@ class Explanation:
 
     cause: Cause
     failing: Sequence[Observed]
-    """The failing problems that it explains."""
+    """The failing problems that are explained."""
     mistake: Counterfactual | None = None
-    """None if it is no single computation, as with rounding."""
+    """The counterfactual; None for rounding, which has no single result."""
     left: tuple[float, ...] = ()
-    """What it leaves unexplained, what weighs most first. Those that leave the least are said."""
+    """What stays unexplained, in numbers. The first number weighs most. The explanations with the
+    least are the best."""
     effect: Sequence[Mapping[Output, Tensor]] = ()
-    """What it predicts on each of these problems."""
+    """The outputs that it predicts on each of these problems."""
     unexplained: int = 0
-    """How many failing problems it does not explain."""
+    """The number of failing problems that are not explained."""
     scope: str = ""
-    """As in ``Diagnosis``, and so are the next two."""
+    """See ``Diagnosis``, also for the next two."""
     condition: str = ""
     partly: bool = False
     stands_for_others: bool = False
-    """Others of its effect are not said: there may be many, and none is plainer."""
+    """Whether others with the same effect are not told. There may be many, and none is plainer."""
 
     def like(self, other: "Explanation") -> bool:
-        """Returns whether another predicts the same on the same problems."""
+        """Returns whether another explanation predicts the same on the same problems."""
         if [*self.failing] != [*other.failing]:
             return False
-        pairs = ((a[o], b[o]) for a, b in zip(self.effect, other.effect, strict=True) for o in a.keys() & b.keys())
-        return all(a.shape == b.shape and same(a, b) for a, b in pairs)
+        for own, of_other in zip(self.effect, other.effect, strict=True):
+            for output in own.keys() & of_other.keys():
+                one, another = own[output], of_other[output]
+                if one.shape != another.shape or not same(one, another):
+                    return False
+        return True
 
 
-def explanation(one: Counterfactual, failing: Sequence[Observed], **more: Any) -> Explanation:
-    """Returns that a mistake explains some failing problems.
+def explanation(mistake: Counterfactual, failing: Sequence[Observed], **more: Any) -> Explanation:
+    """Returns the explanation of some failing problems by a mistake.
 
     Args:
-        one: the mistake.
+        mistake: the mistake.
         failing: the problems.
         more: further fields of the explanation.
     """
     wrong = scope_of(failing)
-    effect = [{o: x for o, x in observed.predicted(one).items() if o in wrong} for observed in failing]
-    cause = Cause(name=one.name, words=one.words(words_of_several(wrong)), todo=one.todo)
-    more = {"stands_for_others": one.kind in _ONE_OF_MANY, **more}
-    return Explanation(cause=cause, failing=failing, mistake=one, effect=effect, **more)
+    effect = [{o: x for o, x in observed.predicted(mistake).items() if o in wrong} for observed in failing]
+    cause = Cause(name=mistake.name, words=mistake.words(words_of_several(wrong)), todo=mistake.todo)
+    more = {"stands_for_others": mistake.kind in _ONE_OF_MANY, **more}
+    return Explanation(cause=cause, failing=failing, mistake=mistake, effect=effect, **more)
 
 
 def by_effect(explanations: Iterable[Explanation]) -> list[list[Explanation]]:
-    """Returns explanations by what they predict, in their order."""
+    """Returns groups of explanations that predict the same, in the order of the explanations."""
     groups: list[list[Explanation]] = []
     for one in explanations:
         group = next((group for group in groups if group[0].like(one)), None)
@@ -79,31 +84,31 @@ def by_effect(explanations: Iterable[Explanation]) -> list[list[Explanation]]:
 
 
 def best_of(explanations: Iterable[Explanation]) -> list[Explanation]:
-    """Returns the explanations that leave the least."""
+    """Returns the explanations that leave the least unexplained."""
     found = list(explanations)
     least = min((one.left for one in found), default=())
     return [one for one in found if one.left == least]
 
 
 def said(explanations: Iterable[Explanation], asked: int) -> Diagnosis | None:
-    """Returns what is said of some explanations; None if they are unsure.
+    """Returns the diagnosis that tells the best explanations; None if they are too many.
 
-    The best are said if they have at most three effects. If they explain a part alone, they must
-    have one.
+    The best may have three different effects at most, and only one if they explain a part alone.
 
     Args:
-        explanations: the plainest first.
-        asked: how many mistakes were compared.
+        explanations: the explanations, the plainest first.
+        asked: the number of mistakes that were compared.
     """
     best = best_of(explanations)
-    effects = by_effect(best)
-    if not 0 < len(effects) <= (1 if best[0].partly else NAMES):
+    if not best:
         return None
-    causes = [
-        replace(one.cause, same_as_before=number > 0)
-        for effect in effects
-        for number, one in enumerate(_plain(effect)[: NAMES + 1 - len(effects)])
-    ]
+    effects = by_effect(best)
+    if len(effects) > (1 if best[0].partly else NAMES):
+        return None
+    causes: list[Cause] = []
+    for effect in effects:
+        told = _plain(effect)[: NAMES + 1 - len(effects)]  # each effect must have a place
+        causes += (replace(one.cause, same_as_before=number > 0) for number, one in enumerate(told))
     first = best[0]
     return Diagnosis(
         causes=tuple(causes[:NAMES]),
@@ -118,6 +123,8 @@ def said(explanations: Iterable[Explanation], asked: int) -> Diagnosis | None:
 
 
 def _plain(effect: Sequence[Explanation]) -> list[Explanation]:
-    """Returns explanations of one effect without those that stand for others, if more are there."""
-    others = [one for one in effect if not one.stands_for_others]
-    return others or list(effect[:1])
+    """Returns the explanations of an effect that are told. One that stands for others is told only
+    if there is no plainer one.
+    """
+    plain = [one for one in effect if not one.stands_for_others]
+    return plain or list(effect[:1])

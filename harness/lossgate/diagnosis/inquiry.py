@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is found out of a disagreement: the cases that are run, as many as are needed."""
+"""Collects the cases by which a disagreement is diagnosed, and runs as many as are needed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,32 +13,33 @@ from lossgate.diagnosis.observed import Observed
 from lossgate.worlds.base import RankFailure
 
 FIRST = 3
-"""Failing problems on which every counterfactual is tried."""
+"""The number of failing problems on which every counterfactual is tried."""
 FRESH = 6
-"""Fresh failing problems on which a name must hold."""
+"""The number of further failing problems that a cause must explain."""
 _TRIED = 40
-"""The most problems that are run for these."""
+"""The largest number of problems that are run to find failing ones."""
 _TRIED_IF_FEW_ARE_MISSING = 60
-"""The same, if at most ``FIRST`` failing ones are missing."""
+"""The same if at most ``FIRST`` failing problems are missing."""
 
 
 @dataclass
 class Inquiry:
-    """What is known of a disagreement. Cases are run as they are needed."""
+    """The state of a diagnosis. Cases are run when they are needed."""
 
     cases: Iterator[Case]
     seen: list[Observed] = field(default_factory=list)
+    """The cases that have run."""
     known: list[Counterfactual] = field(default_factory=list)
     """All mistakes that are compared, the plainest first."""
     likely: list[Counterfactual] = field(default_factory=list)
-    """Those that explain the first failing problems."""
+    """The mistakes that explain the first failing problems."""
 
     @property
     def failing(self) -> list[Observed]:
         return [one for one in self.seen if one.wrong]
 
     def observe(self, failing: int) -> bool:
-        """Runs cases until so many have failed. Returns whether they have."""
+        """Runs cases until a number of them have failed. Returns whether so many have."""
         while (missing := failing - len(self.failing)) > 0:
             if len(self.seen) >= (_TRIED_IF_FEW_ARE_MISSING if missing <= FIRST else _TRIED):
                 return False
@@ -48,13 +49,13 @@ class Inquiry:
             try:
                 self.seen.append(Observed(case))
             except (RankFailure, CandidateError):
-                continue  # that is a failure of its own, which needs no other name
+                continue  # this failure has its own message, and numbers to compare are missing
         return True
 
     @cached_property
     def as_if_coarser(self) -> tuple[Coarser, list[Observed]] | None:
-        """What torch rounds and the candidate does not declare, and all problems judged as if it
-        did; None if there is no such thing, or too few problems fail.
+        """The default rounding of torch as a change to the declared precision, and all problems
+        judged with that change. None if it is declared already, or if too few problems fail.
         """
         first = self.failing[0].case
         change = as_coarse_as_usual(first.candidate, first.problem.dtype)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks for what explains what a kernel returned: hypotheses of each kind, the plainest first.
+"""Looks for the cause of what a kernel returned. Each kind of hypothesis is asked in turn, the
+plainest first.
 
-A name is said only after it has held on several fresh problems that fail, of ordinary size, on
-layouts whose sizes differ where the kernel can be split. On one problem, and on small ones above
-all, a wrong name fits now and then.
+A cause is told only if it explains several fresh failing problems of ordinary size. If the kernel
+can be split, their layouts have different numbers of ranks. On a single problem, above all on a
+small one, a wrong cause sometimes fits.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -35,23 +36,23 @@ _HYPOTHESES: tuple[Callable[[Inquiry], list[Explanation]], ...] = (
     beside_rounding,
     lambda inquiry: partly(inquiry.failing, inquiry.known),
 )
-"""The kinds of hypotheses, in the order in which they are asked: first those that explain all that
-a kernel returned, then those that leave out some problems, rounding, or rows of an output. The
-first kind of which an explanation is sure is said."""
+"""The kinds of hypotheses, in the order in which they are asked. The first ones explain all that a
+kernel returned. The others leave out some problems, rounding, or rows of an output. The first kind
+with a sure explanation is told."""
 
 
 def name_cause(
     cases: Iterable[Case], bank: Iterable[Counterfactual], without: Collection[str] = (), smallest: Case | None = None
 ) -> Diagnosis | None:
-    """Returns what explains a disagreement; None if too few problems fail to tell.
+    """Returns the diagnosis of a disagreement; None if too few problems fail.
 
     Args:
-        cases: of one candidate, of ordinary size, on several layouts in turn. As many are run as
-            are needed.
+        cases: cases of one candidate, of ordinary size, on several layouts in turn. Only as many
+            are run as are needed.
         bank: the counterfactuals, the plainest first.
-        without: names that are not to be said: a measurement asks what is said without the right
-            one.
-        smallest: the case of the problem that is shown. Where few others fail, it is asked whether
+        without: names that are left out. A benchmark leaves out the right ones, to see whether a
+            wrong one is told.
+        smallest: the case of the problem that the user sees. If few others fail, it tells whether
             the kernel rounds more than it declares.
     """
     inquiry = Inquiry(iter(cases))
@@ -71,9 +72,11 @@ def name_cause(
 
 
 def _compare(inquiry: Inquiry, bank: Iterable[Counterfactual], without: Collection[str]) -> None:
-    """Compares mistakes with what the first failing problems show. To the bank are added the terms
-    of the loss and factors; if none of these explains all, what may be rounded and the single
-    operations of the loss; and if none fits at all, other losses that may be mixed in.
+    """Compares mistakes with the first failing problems.
+
+    These are the bank, the terms of the loss, and factors. If none of them explains all, single
+    values that may be rounded and single operations of the loss are added. If nothing fits at all,
+    other losses that may be mixed in are added.
     """
 
     def ask(mistakes: Iterable[Counterfactual]) -> list[Explanation]:
@@ -83,7 +86,7 @@ def _compare(inquiry: Inquiry, bank: Iterable[Counterfactual], without: Collecti
 
     first = inquiry.failing[0]
     found = ask([*bank, *terms(first.setting), *fitted_factors(first)])
-    if all(any(one.left) for one in found):
+    if all(any(one.left) for one in found):  # each leaves something unexplained
         found += ask([*rounded(first.setting), *operations(first.setting)])
     if not found:
         found = ask(mixed_in(first))
@@ -91,14 +94,14 @@ def _compare(inquiry: Inquiry, bank: Iterable[Counterfactual], without: Collecti
 
 
 def _rounded_on_few(inquiry: Inquiry, smallest: Case | None) -> Diagnosis | None:
-    """Returns that a kernel rounds more than it declares, if that explains the problem that is
-    shown and the few others that fail.
+    """Returns the diagnosis that a kernel rounds more than it declares. None unless this explains
+    the problem that the user sees and the few others that fail.
     """
     if smallest is None:
         return None
     try:
         shown = Observed(smallest)
-    except (RankFailure, CandidateError):  # it failed otherwise this time
+    except (RankFailure, CandidateError):  # this time it failed without outputs
         return None
     found = coarser([shown, *inquiry.failing]) if shown.wrong else []
     causes = tuple(one.cause for one in found)
@@ -106,14 +109,15 @@ def _rounded_on_few(inquiry: Inquiry, smallest: Case | None) -> Diagnosis | None
 
 
 def _some_agree_if_coarser(inquiry: Inquiry) -> tuple[str, ...]:
-    """Returns in words on how many problems the kernel would agree if it declared what torch
-    rounds; nothing if on none or all.
+    """Returns the words for the number of problems on which the kernel would agree if it declared
+    the default rounding of torch. Nothing if these are none or all.
     """
     if inquiry.as_if_coarser is None:
         return ()
     change, seen = inquiry.as_if_coarser
-    total, agree = len(inquiry.failing), len(inquiry.failing) - sum(bool(one.wrong) for one in seen)
+    total = len(inquiry.failing)
+    agree = total - sum(bool(one.wrong) for one in seen)
     if not 0 < agree < total:
         return ()
     hint = f"{agree} of {total} failing problems would agree if the kernel declared to round {change.rounds}"
-    return (f"{hint} to {change.to}: declare what is meant, and verify again",)
+    return (f"{hint} to {change.to}: declare the rounding that is meant, and verify again",)

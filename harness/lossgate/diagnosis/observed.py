@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel returned on one problem, and whether a counterfactual explains it."""
+"""A case that has run, and whether a counterfactual explains its outputs."""
 
 from collections.abc import Collection, Iterable, Mapping
 from copy import copy
@@ -21,18 +21,20 @@ from lossgate.specs.outputs import Output
 from lossgate.specs.token_values import TokenValues
 
 _NEAR = 1e-2
-"""Relative difference below which it is worth to run kernels with a mistake for their noise."""
+"""The relative difference below which kernels with a mistake are run, to see their noise."""
 _EXPLAINED = 1e-4
 """The share of a disagreement that a mistake may leave unexplained, whatever the noise."""
 _MOSTLY = 0.2
-"""The same that it may leave if its own noise explains it."""
+"""The share that it may leave unexplained if the noise of kernels with the mistake explains it."""
 _NOISE = 0.25
-"""The most noise that a mistake's own runs may have, relative to what it changes."""
+"""The largest noise of kernels with a mistake, relative to the change that the mistake makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Mistaken(BoundSpec):
-    """A spec whose loss has a mistake. It is written in one way, since a mistake is one of that."""
+    """A spec whose loss has a mistake. The loss is written only in its first way, which has the
+    mistake.
+    """
 
     right: BoundSpec
     mistake: Loss
@@ -58,12 +60,13 @@ class Observed:
         self.wrong = frozenset(c.output for c in case.comparisons if not c.agrees)
         """The outputs that disagree."""
         self.setting = Setting(case.placed, case.result.outputs, case.candidate.tokens, case.candidate.tiles)
+        """The problem as counterfactuals see it."""
         self._predicted: dict[str, Outputs | None] = {}
-        self._runs: dict[str, Mapping[Output, Tensor]] = {}
+        self._deviations: dict[str, Mapping[Output, Tensor]] = {}
 
     @cached_property
     def got(self) -> Mapping[Output, Tensor]:
-        """What the kernel returned. A gradient that never came is 0."""
+        """The outputs of the kernel. A missing gradient is 0."""
         reference, outputs = self.case.oracle.reference, dict(self.case.result.outputs)
         for output in self.case.oracle.gradients:
             if output not in outputs:
@@ -72,14 +75,16 @@ class Observed:
 
     @cached_property
     def traits(self) -> frozenset[str]:
-        """What the problem has, in words: options, and the goals that it reaches."""
+        """The options of the problem and the coverage goals that it reaches, in words."""
         bound = self.setting.bound_spec
         options = {f"{option.name}={getattr(bound.options, option.name)!r}" for option in bound.spec.options}
         changed = {f"{o.name} other than {o.default!r}" for o in bound.spec.options if o.name in bound.values}
         return frozenset(options | changed | self.case.placed.coverage)
 
     def predicted(self, counterfactual: Counterfactual) -> Outputs:
-        """Returns what a kernel with a mistake gives: the reference, where that says nothing."""
+        """Returns the outputs of a kernel with a mistake. They are those of the reference if the
+        mistake can't be made on the problem.
+        """
         name = counterfactual.name
         if name not in self._predicted:
             self._predicted[name] = counterfactual.run(self.setting)
@@ -87,7 +92,7 @@ class Observed:
 
     @property
     def known(self) -> int:
-        """The number of mistakes whose effect on the problem is known already."""
+        """The number of mistakes that have been computed on the problem."""
         return len(self._predicted)
 
     def says_something(self, counterfactual: Counterfactual) -> bool:
@@ -96,8 +101,9 @@ class Observed:
         return self._predicted[counterfactual.name] is not None
 
     def may_fit(self, counterfactual: Counterfactual) -> bool:
-        """Returns whether a mistake may explain the wrong outputs: not, if forward alone shows that
-        it gives other numbers. That takes half the time of all that a mistake gives.
+        """Returns whether a mistake may explain the wrong outputs, as far as forward tells.
+
+        Forward alone takes half the time of ``predicted``.
         """
         asked = [output for output in self.wrong if output.kind != "gradient" and output in self.got]
         if not asked or counterfactual.name in self._predicted:
@@ -113,7 +119,7 @@ class Observed:
     def fits(self, counterfactual: Counterfactual, outputs: Collection[Output]) -> bool:
         """Returns whether a mistake explains some outputs, as far as they were returned."""
         predicted = self.predicted(counterfactual)
-        # Small outputs come first: they tell soonest that it does not.
+        # Small outputs come first, as they are compared the fastest.
         asked = sorted((output for output in outputs if output in self.got), key=lambda o: self.got[o].numel())
         return all(o in predicted and self._fits(o, predicted[o], counterfactual) for o in asked)
 
@@ -131,54 +137,59 @@ class Observed:
             left = _unexplained(other, result, oracle.reference[output])
             if not _EXPLAINED < left <= _MOSTLY:
                 return left <= _EXPLAINED
-        runs = self._own_runs(counterfactual)  # of another batch or option, whose noise may be larger
-        return output in runs and oracle.would_agree(output, result, dtype, other, runs[output])
+        deviations = self._own_deviations(counterfactual)  # its fields or options may make more noise
+        return output in deviations and oracle.would_agree(output, result, dtype, other, deviations[output])
 
-    def _own_runs(self, one: Counterfactual) -> Mapping[Output, Tensor]:
-        """Returns the noise of kernels with a mistake in what they are given, or in the loss, less
-        what it gives; nothing for other mistakes.
+    def _own_deviations(self, one: Counterfactual) -> Mapping[Output, Tensor]:
+        """Returns the noise of kernels with a mistake, as deviations from its exact outputs.
+
+        It is empty unless the mistake is made of stages for fields, options or the loss.
         """
         seams = one.seams
         if one.computed is not None or seams != Seams(fields=seams.fields, options=seams.options, loss=seams.loss):
             return {}
-        if one.name not in self._runs:
-            setting, bound = self.setting, self.case.bound
-            changed = {name: x for name, x in one.fields(setting).items() if name in bound.batch.fields}
-            batch = replace(bound.batch, fields={**bound.batch.fields, **changed})
-            spec = seams.options(setting)
-            if seams.loss is not RIGHT.loss:
-                spec = _Mistaken(**vars(spec), right=spec, mistake=seams.loss)
-            noise = KernelNoise(bound.problem, batch, spec)
-            stages = stages_of(self.case.candidate, bound.problem.dtype)
-            predicted = self.predicted(one)
-            returned = setting.returned & predicted.keys()  # another option may have other metrics
-            try:
-                found = noise.deviations(setting.partition, stages, returned, predicted)
-            except REFUSED:
-                found = {}
-            known = self.case.oracle.reference.keys() & predicted.keys()
-            sure = seams.loss is RIGHT.loss  # an operation may be out of reach where many runs are made at once
-            self._runs[one.name] = {
-                o: runs for o, runs in found.items() if o in known and (sure or self._is_noise(runs, predicted[o], o))
-            }
-        return self._runs[one.name]
+        if one.name not in self._deviations:
+            self._deviations[one.name] = self._deviations_of(one)
+        return self._deviations[one.name]
+
+    def _deviations_of(self, one: Counterfactual) -> Mapping[Output, Tensor]:
+        setting, bound, seams = self.setting, self.case.bound, one.seams
+        changed = {name: x for name, x in one.fields(setting).items() if name in bound.batch.fields}
+        batch = replace(bound.batch, fields={**bound.batch.fields, **changed})
+        spec = seams.options(setting)
+        if seams.loss is not RIGHT.loss:
+            spec = _Mistaken(**vars(spec), right=spec, mistake=seams.loss)
+        noise = KernelNoise(bound.problem, batch, spec)
+        stages = stages_of(self.case.candidate, bound.problem.dtype)
+        predicted = self.predicted(one)
+        returned = setting.returned & predicted.keys()  # other options may return other metrics
+        try:
+            found = noise.deviations(setting.partition, stages, returned, predicted)
+        except REFUSED:
+            return {}
+        known = self.case.oracle.reference.keys() & predicted.keys()
+        found = {output: runs for output, runs in found.items() if output in known}
+        if seams.loss is RIGHT.loss:
+            return found
+        # Many runs are made at once, and the mistake in an operation may not reach all of them.
+        return {output: runs for output, runs in found.items() if self._is_noise(runs, predicted[output], output)}
 
     def _is_noise(self, runs: Tensor, predicted: Tensor, output: Output) -> bool:
-        """Returns whether runs differ less than a mistake and what is right, or they would let any
-        number between the two pass.
+        """Returns whether deviations are smaller than the change that a mistake makes. Larger ones
+        would let any number between the right and the wrong one pass.
         """
-        apart = (predicted - self.case.oracle.reference[output]).nan_to_num(0.0, 0.0, 0.0).abs()
-        return float(runs.nan_to_num(0.0, 0.0, 0.0).abs().max()) <= _NOISE * float(apart.max())
+        change = (predicted - self.case.oracle.reference[output]).nan_to_num(0.0, 0.0, 0.0).abs()
+        return float(runs.nan_to_num(0.0, 0.0, 0.0).abs().max()) <= _NOISE * float(change.max())
 
     def only(self, outputs: Collection[Output]) -> "Observed":
-        """Returns the same with some outputs alone, and with all that is known already."""
+        """Returns the same case with some outputs alone. What has been computed is kept."""
         part = copy(self)
         part.wrong = self.wrong.intersection(outputs)
         part.__dict__["got"] = {output: self.got[output] for output in outputs if output in self.got}
         return part
 
     def as_if_declared(self, candidate: Candidate) -> "Observed":
-        """Returns the same, judged by what another candidate declares of the same kernel."""
+        """Returns the same case, judged by a candidate that declares the kernel differently."""
         case = copy(self.case)
         case.candidate = candidate
         for judged_by_it in ("oracle", "comparisons"):
@@ -188,8 +199,10 @@ class Observed:
         return judged
 
     def explained_by(self, counterfactual: Counterfactual) -> bool:
-        """Returns whether a mistake gives what is wrong, and says something of it; or, if nothing
-        is, leaves right what is right.
+        """Returns whether a mistake explains the case.
+
+        If outputs are wrong, the mistake must be possible on the problem, and explain them. If none
+        is wrong, it must leave all outputs right.
         """
         if not self.wrong:
             return self.fits(counterfactual, self.got)
@@ -202,13 +215,13 @@ class Observed:
         return frozenset(o for o in self.got if o not in predicted or not same(predicted[o], reference[o]))
 
     def alike(self, one: Counterfactual, other: Counterfactual) -> bool:
-        """Returns whether two mistakes have one effect on what was returned."""
+        """Returns whether two mistakes have the same effect on the returned outputs."""
         a, b = self.predicted(one), self.predicted(other)
         return all(same(a[o], b[o]) for o in self.got if o in a and o in b)
 
 
 def _within(dtype: torch.dtype, exact: Tensor) -> Tensor:
-    """Returns numbers as a dtype can hold them: those that are too large for it are infinite."""
+    """Returns numbers that are infinite where they are too large for a dtype."""
     return torch.where(exact.abs() > torch.finfo(dtype).max, exact.sign() * torch.inf, exact)
 
 
@@ -222,7 +235,7 @@ def _unexplained(other: Tensor, result: Tensor, reference: Tensor) -> float:
 
 
 def scope_of(failing: Iterable[Observed]) -> frozenset[Output]:
-    """Returns the outputs that are wrong on some problem."""
+    """Returns the outputs that are wrong on one of the problems at least."""
     return frozenset[Output]().union(*(one.wrong for one in failing))
 
 
@@ -232,7 +245,8 @@ def layouts_of(seen: Iterable[Observed]) -> tuple[str, ...]:
 
 
 def plainness(observed: Observed) -> tuple[int, int]:
-    """Sorts problems with few options first, as a mistake may not be made with some: then small
-    ones.
+    """Returns a key that sorts problems with few options first, and small ones first among these.
+
+    With some options a mistake can't be made.
     """
     return len(observed.setting.bound_spec.values), observed.setting.tokens

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One mistake that explains all that a kernel returned; all but on some problems; or all but what
-rounding explains.
+"""Explanations by one mistake. It explains all that a kernel returned, all except on some problems,
+or all except rounding.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,9 +14,10 @@ from lossgate.diagnosis.where import words_of_several
 from lossgate.specs.outputs import Output
 
 _MORE = 4
-"""How often further problems are asked where several names are left that differ."""
+"""How many times further problems are run if mistakes with different effects are left."""
 _TELLING = 3
-"""Problems without a mistake that must lack what is said to be its condition."""
+"""The least number of problems without the mistake that must lack the trait that is named as its
+condition."""
 
 
 def explaining(seen: Sequence[Observed], mistakes: Iterable[Counterfactual]) -> list[Explanation]:
@@ -24,28 +25,30 @@ def explaining(seen: Sequence[Observed], mistakes: Iterable[Counterfactual]) -> 
 
     Args:
         seen: what the kernel returned, on problems where it is wrong and on others.
-        mistakes: the plainest first.
+        mistakes: the mistakes, the plainest first.
     """
-    failing = [one for one in seen if one.wrong]
+    failing = [observed for observed in seen if observed.wrong]
     plainest_first, scope = sorted(failing, key=plainness), scope_of(failing)
+    is_metric_alone = all(output.kind == "metric" for output in scope)
     found: list[Explanation] = []
     for one in mistakes:
         if not all(_explains(one, observed) for observed in plainest_first):
             continue
-        whole = all(observed.fits(one, observed.got) for observed in failing)
         always = all(observed.fits(one, scope) for observed in seen if not observed.wrong)
-        changed = frozenset[Output]().union(*(observed.changes(one) for observed in failing))
-        spoilt = 0 if whole or one.of_any_output else len(changed - scope)
-        if not whole and all(output.kind == "metric" for output in scope) and not one.of_any_output:
-            continue  # a number says little: a metric alone is explained by what leaves the rest right
-        alone = "" if whole or one.of_any_output else f", in {words_of_several(scope)} alone"
+        whole = all(observed.fits(one, observed.got) for observed in failing)
+        spoilt, alone = 0, ""
+        if not whole and not one.of_any_output:
+            if is_metric_alone:
+                continue  # one number per problem fits too easily, so the rest must be explained as well
+            changed = frozenset[Output]().union(*(observed.changes(one) for observed in failing))
+            spoilt, alone = len(changed - scope), f", in {words_of_several(scope)} alone"
         found.append(explanation(one, failing, left=(not always, not whole, spoilt), scope=alone))
-    return sorted(found, key=lambda one: one.left)
+    return sorted(found, key=lambda each: each.left)
 
 
 def one_mistake(inquiry: Inquiry) -> list[Explanation]:
-    """Returns the mistakes that explain all that is wrong. While several differ, further problems
-    are asked.
+    """Returns the mistakes that explain all that is wrong. While several have different effects,
+    further problems are run.
     """
     found = explaining(inquiry.seen, inquiry.likely)
     for more in range(1, _MORE + 1):
@@ -56,20 +59,24 @@ def one_mistake(inquiry: Inquiry) -> list[Explanation]:
 
 
 def on_most_problems(inquiry: Inquiry) -> list[Explanation]:
-    """Returns the mistakes that explain all failing problems but those that have something in
-    common: there they are made along with another, or in another way.
+    """Returns the mistakes that explain most failing problems, if the other problems share a trait.
+
+    With that trait, the kernel makes another mistake as well, or makes this one differently.
     """
     plainest = min(inquiry.failing[:FIRST], key=plainness)
     likely = [one for one in inquiry.known if _explains(one, plainest)]
     if not likely or not inquiry.observe(2 * (FIRST + FRESH)):
         return []
     best = best_of(_of_most(one, inquiry.failing) for one in likely)
+    explained = best[0].failing
     unexplained, is_not_whole = best[0].left
-    if len(best[0].failing) < FRESH or unexplained < _TELLING or is_not_whole:
+    if len(explained) < FRESH or unexplained < _TELLING or is_not_whole:
         return []
-    others = [one for one in inquiry.failing if one not in best[0].failing]
-    common = _in_all_of(others, but_none_of=best[0].failing)
-    return [replace(one, condition=f", except with {_plainest(common)}") for one in best] if common else []
+    others = [observed for observed in inquiry.failing if observed not in explained]
+    common = _in_all_of(others, but_none_of=explained)
+    if not common:
+        return []
+    return [replace(one, condition=f", except with {_plainest(common)}") for one in best]
 
 
 def beside_rounding(inquiry: Inquiry) -> list[Explanation]:
@@ -79,28 +86,29 @@ def beside_rounding(inquiry: Inquiry) -> list[Explanation]:
     change, seen = inquiry.as_if_coarser
     if sum(bool(one.wrong) for one in seen) < FRESH:
         return []
-    more = f". Beside that, it rounds more to {change.to} than its declared precision says"
+    more = f". In addition, it rounds more to {change.to} than its declared precision says"
     found = _sure(seen, explaining(seen, inquiry.known))
     return [replace(one, condition=f"{one.condition}{more}") for one in found]
 
 
 def _explains(one: Counterfactual, observed: Observed) -> bool:
-    """Returns whether a problem fails, and a mistake explains all that is wrong."""
+    """Returns whether a problem fails and a mistake explains its wrong outputs."""
     return bool(observed.wrong) and observed.explained_by(one)
 
 
 def _sure(seen: Sequence[Observed], found: Sequence[Explanation]) -> list[Explanation]:
-    """Returns the best explanations, with the condition under which the first holds. A mistake made
-    of several is left out if it has the effect of one of them alone: it says too much.
+    """Returns the best explanations, with the condition under which the first one holds.
+
+    A mistake that is made of several is left out if it has the same effect as one of them, because
+    it would say too much.
     """
-    failing = [one for one in seen if one.wrong]
-    best = [
-        one
-        for one in best_of(found)
-        if one.mistake is None
-        or not any(all(o.alike(one.mistake, each) for o in failing) for each in one.mistake.made_of)
-    ]
-    if best and best[0].mistake is not None and best[0].left[0]:
+    failing = [observed for observed in seen if observed.wrong]
+
+    def says_too_much(mistake: Counterfactual) -> bool:
+        return any(all(observed.alike(mistake, part) for observed in failing) for part in mistake.made_of)
+
+    best = [each for each in best_of(found) if each.mistake is None or not says_too_much(each.mistake)]
+    if best and best[0].mistake is not None and best[0].left[0]:  # it does not fit all problems that agree
         best[0] = replace(best[0], condition=_condition(seen, best[0].mistake))
     return best
 
@@ -113,21 +121,25 @@ def _of_most(one: Counterfactual, failing: Sequence[Observed]) -> Explanation:
 
 
 def _condition(seen: Sequence[Observed], one: Counterfactual) -> str:
-    """Returns in words what all failing problems have, and none on which the kernel does not make
-    the mistake.
+    """Returns words for the problems on which the kernel makes a mistake.
+
+    They name the plainest trait that all failing problems have, and that no problem has on which
+    the kernel could make the mistake and does not.
     """
     failing = [observed for observed in seen if observed.wrong]
     scope = scope_of(failing)
-    others = [observed for observed in seen if not observed.wrong and not observed.fits(one, scope)]
-    common = _in_all_of(failing, but_none_of=others)
-    own = [trait for trait in common if trait.partition("=")[0] in one.name]
-    if own or (common and len(others) >= _TELLING):
-        return f", with {_plainest(own or common)}"
-    return ", on some problems, and nothing known tells them from the others"
+    spared = [observed for observed in seen if not observed.wrong and not observed.fits(one, scope)]
+    common = _in_all_of(failing, but_none_of=spared)
+    of_own_option = [trait for trait in common if trait.partition("=")[0] in one.name]
+    if of_own_option or (common and len(spared) >= _TELLING):
+        return f", with {_plainest(of_own_option or common)}"
+    return ", on some problems, and no known trait tells them from the others"
 
 
 def condition_alone(seen: Sequence[Observed]) -> tuple[str, ...]:
-    """Returns in words what all failing problems have and none of the others."""
+    """Returns words for the plainest trait that all failing problems have and no other problem has.
+    Nothing if there is none.
+    """
     failing, others = [one for one in seen if one.wrong], [one for one in seen if not one.wrong]
     common = _in_all_of(failing, but_none_of=others)
     if len(others) < _TELLING or not common:
@@ -136,7 +148,8 @@ def condition_alone(seen: Sequence[Observed]) -> tuple[str, ...]:
 
 
 def _in_all_of(these: Iterable[Observed], *, but_none_of: Iterable[Observed]) -> frozenset[str]:
-    return frozenset.intersection(*(one.traits for one in these)).difference(*(one.traits for one in but_none_of))
+    shared = frozenset.intersection(*(observed.traits for observed in these))
+    return shared.difference(*(observed.traits for observed in but_none_of))
 
 
 def _plainest(traits: Iterable[str]) -> str:

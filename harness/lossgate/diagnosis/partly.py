@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes that a kernel makes at some tokens alone, or everywhere but at some."""
+"""Explanations by a mistake that a kernel makes only at some tokens, or at all except some."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -12,38 +12,41 @@ from lossgate.diagnosis.cause import Cause
 from lossgate.diagnosis.explanation import Explanation
 from lossgate.diagnosis.observed import Observed
 from lossgate.diagnosis.traits import Traits, traits_of
-from lossgate.diagnosis.where import NOUNS, RowKinds, visible_rows, words_of, wrong_rows
+from lossgate.diagnosis.where import NOUNS, RowKinds, count_rows, visible_rows, words_of, wrong_rows
 from lossgate.specs.outputs import Output
 
 _MOST = 0.6
-"""The share of the wrong rows that a mistake must explain, if it does not explain all."""
+"""The least share of the wrong rows that a mistake must explain, if it does not explain all."""
 _FEW = 0.15
-"""The share of these at most that may have what the exceptions have in common."""
+"""The largest share of the explained rows that may have the trait of the exceptions."""
 _SEVERAL = 4
-"""If the problem on which most mistakes are known already has so many wrong rows, a mistake must
-explain one of them, or it is not tried on another problem."""
+"""If so many rows are wrong on the problem where most mistakes have been computed, a mistake must
+explain one of them. Otherwise it is not tried on other problems, to save time."""
 _LEAST = 12
-"""The fewest rows that must tell, over all problems."""
+"""The least number of rows, over all problems, on which an explanation must rest."""
 
 
 def partly(failing: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[Explanation]:
-    """Returns the mistakes that explain the rows of an output, but for rows that have something in
-    common. Of several outputs one is enough: that of which most is explained.
+    """Returns the mistakes that explain the wrong rows of an output, except rows with a trait in
+    common. If several outputs can be explained, the one with the fewest unexplained rows is taken.
 
     Args:
         failing: what a kernel returned on problems where it is wrong.
         bank: the mistakes, the plainest first.
     """
-    outputs = {o for one in failing for o in one.wrong if o.dims and o.dims[0] in ("token", "vocab")}
-    returned = {o for one in failing for o in one.case.result.outputs}
-    found = [_of_rows(_Wrong.of(o, failing), bank) for o in sorted(outputs & returned, key=lambda o: (o.name, str(o)))]
-    limited = min((each for each in found if each), key=lambda each: each[0].left, default=[])
-    return [replace(one, failing=failing) for one in limited]
+    outputs = {o for observed in failing for o in observed.wrong if o.dims and o.dims[0] in ("token", "vocab")}
+    returned = {o for observed in failing for o in observed.case.result.outputs}
+    found: list[list[Explanation]] = []
+    for output in sorted(outputs & returned, key=lambda o: (o.name, str(o))):
+        if of_output := _of_rows(_Wrong.of(output, failing), bank):
+            found.append(of_output)
+    best = min(found, key=lambda of_output: of_output[0].left, default=[])
+    return [replace(one, failing=failing) for one in best]
 
 
 @dataclass(frozen=True)
 class _Wrong:
-    """Where an output is wrong, in several problems."""
+    """The rows at which an output is wrong in several problems."""
 
     output: Output
     failing: Sequence[Observed]
@@ -60,77 +63,90 @@ class _Wrong:
         return [traits_of(one.setting, self.output.dims[0]) for one in self.failing]
 
     def explained(self, number: int, one: Counterfactual) -> int:
-        """Returns how many wrong rows of a problem, by its number, a mistake explains."""
+        """Returns how many wrong rows of a problem a mistake explains. The problem has a number."""
         observed, output = self.failing[number], self.output
         if not observed.says_something(one) or output not in observed.predicted(one):
             return 0
         return int((self.rows[number] & ~wrong_rows(observed, output, observed.predicted(one)[output])).sum())
 
     def may_be(self, one: Counterfactual) -> bool:
-        """Returns whether a mistake explains enough of two problems: of that of which most is known
-        already, and of that with most wrong rows.
+        """Returns whether a mistake explains enough rows of two problems.
+
+        These are the problem on which most mistakes have been computed, and the one with the most
+        wrong rows.
         """
         numbers, count = range(len(self.failing)), [int(rows.sum()) for rows in self.rows]
         tried = max(numbers, key=lambda number: self.failing[number].known)
-        largest = max(numbers, key=count.__getitem__)
+        largest = max(numbers, key=lambda number: count[number])
         if count[tried] >= _SEVERAL and not self.explained(tried, one):
             return False
         return self.explained(largest, one) >= _MOST * count[largest]
 
 
 def _of_rows(wrong: _Wrong, bank: Iterable[Counterfactual]) -> list[Explanation]:
-    each = (_limited(one, wrong) for one in bank if wrong.may_be(one))
-    found = sorted((one for one in each if one is not None), key=lambda one: one[0])
-    return [one for _, one in found]
+    limited = (_limited(one, wrong) for one in bank if wrong.may_be(one))
+    found = sorted((pair for pair in limited if pair is not None), key=lambda pair: pair[0])
+    return [explanation for _, explanation in found]
 
 
 def _limited(one: Counterfactual, wrong: _Wrong) -> tuple[int, Explanation] | None:
-    """Returns how many wrong rows a mistake leaves unexplained, and that it is made at the others
-    alone; None if it does not explain the rows.
+    """Limits a mistake to the wrong rows that it explains.
+
+    Returns:
+        The number of wrong rows that it does not explain, and the explanation. None if it explains
+        too few rows, or if these have nothing in common.
     """
-    made: list[Tensor] = []
-    neither: list[Tensor] = []
-    spared: list[Tensor] = []
-    output = wrong.output
+    rows, output = _Rows(), wrong.output
     for observed, bad in zip(wrong.failing, wrong.rows, strict=True):
         if not observed.says_something(one) or output not in observed.predicted(one):
             return None
-        other = observed.predicted(one)[output]
-        unlike, visible = wrong_rows(observed, output, other), visible_rows(observed, output)
-        made.append(bad & ~unlike)
-        neither.append(bad & unlike)
-        spared.append(~bad & unlike & (visible | (other != 0).flatten(1).any(1) if other.dim() > 1 else visible))
-    counts = [sum(int(x.sum()) for x in rows) for rows in (made, neither, spared)]
-    if counts[0] < _LEAST or counts[0] < _MOST * (counts[0] + counts[1]):
+        predicted = observed.predicted(one)[output]
+        unlike, is_visible = wrong_rows(observed, output, predicted), visible_rows(observed, output)
+        if predicted.dim() > 1:
+            is_visible = is_visible | (predicted != 0).flatten(1).any(1)
+        rows.made.append(bad & ~unlike)
+        rows.neither.append(bad & unlike)
+        rows.spared.append(~bad & unlike & is_visible)
+    explained, unexplained = count_rows(rows.made), count_rows(rows.neither)
+    if explained < _LEAST or explained < _MOST * (explained + unexplained):
         return None
-    limits = _limits(wrong, made, neither, spared)
+    limits = _limits(wrong, rows)
     if not limits:
         return None
-    cause = Cause(name=one.name, words=f"{one.words(words_of(output))}{limits}", todo=one.todo)
-    effect = [{output: o.predicted(one)[output][rows]} for o, rows in zip(wrong.failing, made, strict=True)]
-    left = (float(counts[1] > 0),)
     found = Explanation(
-        cause=cause, failing=wrong.failing, left=left, effect=effect, partly=True, stands_for_others=True
+        cause=Cause(name=one.name, words=f"{one.words(words_of(output))}{limits}", todo=one.todo),
+        failing=wrong.failing,
+        left=(float(unexplained > 0),),
+        effect=[{output: o.predicted(one)[output][made]} for o, made in zip(wrong.failing, rows.made, strict=True)],
+        partly=True,
+        stands_for_others=True,
     )
-    return counts[1], found
+    return unexplained, found
 
 
-def _limits(wrong: _Wrong, made: Sequence[Tensor], neither: Sequence[Tensor], spared: Sequence[Tensor]) -> str:
-    """Returns in words at which rows a mistake is made, or is not; "" if nothing tells them.
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of an output by what a mistake does there: ``[rows]`` bool for each problem."""
 
-    Args:
-        wrong: where the output is wrong.
-        made: the wrong rows that it explains, of each problem, and so are the next two.
-        neither: those that it does not explain.
-        spared: the right rows that it would have spoilt.
-    """
-    count, left, kept = (sum(int(x.sum()) for x in rows) for rows in (made, neither, spared))
+    made: list[Tensor] = field(default_factory=list)
+    """The wrong rows that the mistake explains."""
+    neither: list[Tensor] = field(default_factory=list)
+    """The wrong rows that it does not explain."""
+    spared: list[Tensor] = field(default_factory=list)
+    """The right rows that it would make wrong."""
+
+
+def _limits(wrong: _Wrong, rows: _Rows) -> str:
+    """Returns words for the rows at which a mistake is made or not; "" if no trait tells them."""
+    unexplained, spared = count_rows(rows.neither), count_rows(rows.spared)
     noun, traits = NOUNS[wrong.output.dims[0]], wrong.traits
-    if not left and kept >= _LEAST and (trait := RowKinds(made, spared, traits).common()) is not None:
-        return f", at {noun} {trait} alone"
-    exceptions = [one | other for one, other in zip(neither, spared, strict=True)]
-    if left + kept and (best := RowKinds(exceptions, made, traits).best()) is not None:
-        trait, as_well = best
-        if as_well <= _FEW * count:
-            return f", except at {'some ' * (as_well > 0)}{noun} {trait}"
+    if not unexplained and spared >= _LEAST:
+        trait = RowKinds(rows.made, rows.spared, traits).common()
+        if trait is not None:
+            return f", at {noun} {trait} alone"
+    exceptions = [neither | of_spared for neither, of_spared in zip(rows.neither, rows.spared, strict=True)]
+    if unexplained + spared and (best := RowKinds(exceptions, rows.made, traits).best()) is not None:
+        trait, made_as_well = best
+        if made_as_well <= _FEW * count_rows(rows.made):
+            return f", except at {'some ' * (made_as_well > 0)}{noun} {trait}"
     return ""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tokens and rows of the vocabulary have in common: masked, the last of a shard, of a negative
-advantage.
+"""Traits that tokens or rows of the vocabulary may have in common, such as that they are masked.
 
-A trait is named by words that follow "tokens" or "rows", as in "that are masked".
+A trait is named by words that follow "tokens" or "rows of the vocabulary", as in "that are masked".
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,14 +16,15 @@ from lossgate.problems.partition import VocabShard
 from lossgate.specs.record import fields_of
 
 Traits = Mapping[str, Tensor]
+"""The rows with each trait, ``[rows]`` bool, by the words of the trait."""
 
 
 def traits_of(setting: Setting, dim: str) -> Traits:
-    """Returns the traits of the rows of a dim, each ``[rows]`` bool, the plainest first.
+    """Returns the traits of the rows of a dim, the plainest first.
 
     Args:
         setting: the problem on its layout.
-        dim: "token" or "vocab"; rows of others have no traits.
+        dim: "token" or "vocab". Rows of other dims have no traits.
     """
     found = {"token": _of_tokens, "vocab": _of_vocabulary}.get(dim)
     return {} if found is None else dict(found(setting))
@@ -49,7 +49,9 @@ def _of_tokens(setting: Setting) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of_fields(setting: Setting, sequence: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields what the fields of the spec say: a bool, or a side of 0 or of the log-probability."""
+    """Yields traits by the fields of the spec. A bool is true or false. A number is above or below
+    0, or above or below the log-probability.
+    """
     spec = setting.spec
     values = setting.bound.dense.token_values(setting.bound_spec)
     logprobs = values.logprobs.detach() if "logprobs" in values.given else None
@@ -85,7 +87,7 @@ def _of_ranks(setting: Setting) -> Iterator[tuple[str, Tensor]]:
         yield "that are the last of their rank", rank_ends(setting)
         yield "that are the last of their sequence on their rank", sequence_ends_on_ranks(setting)
         yield "that are the last of a piece of consecutive tokens that a rank holds", piece_ends(setting)
-        yield "that are the first of such a piece", piece_ends(setting, last=False)
+        yield "that are the first of a piece of consecutive tokens that a rank holds", piece_ends(setting, last=False)
 
 
 def _of_labels(setting: Setting) -> Iterator[tuple[str, Tensor]]:
@@ -113,7 +115,7 @@ def _of_tiles(setting: Setting) -> Iterator[tuple[str, Tensor]]:
         yield f"after the first {size} of their rank", chunk > 0
         yield f"of a last chunk that has fewer than {size} tokens", incomplete
         yield f"of the last chunk of {size} tokens of their rank", last
-        yield f"of other chunks of {size} tokens than the last of their rank", ~last
+        yield f"of all chunks of {size} tokens except the last of their rank", ~last
 
 
 def _of_vocabulary(setting: Setting) -> Iterator[tuple[str, Tensor]]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks for two mistakes that explain together what a kernel returned, where none does alone.
+"""Looks for two mistakes that together explain what a kernel returned, if no single mistake does.
 
-All pairs of the bank would be too many. So the first must explain something by itself: some of the
-outputs on every problem, or all outputs on a problem where the second does not show. Such problems
-are made: the failing ones with an option left out, or with all tokens trained. Two that both apply
-are one counterfactual with the stages of both.
+All pairs of the bank would be too many. So the first mistake of a pair must explain something by
+itself: some outputs on every problem, or all outputs on a problem on which the second mistake does
+not show. Such problems are made from failing ones: an option is left out, or all tokens are
+trained. A pair is one counterfactual with the stages of both mistakes.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -27,16 +27,16 @@ from lossgate.specs.outputs import Output
 from lossgate.worlds.base import RankFailure
 
 _FIRST = 4
-"""The most mistakes that are tried as the first of a pair, each with another effect."""
+"""The largest number of mistakes that are tried as the first of a pair. Their effects differ."""
 _PAIRS = 3
-"""The most pairs that are looked for."""
+"""The largest number of pairs that are looked for."""
 _ALWAYS = ("mask ignored, padding too", "mask ignored")
-"""Mistakes that are tried in any case: no problem can be made without a token that is not
-trained."""
+"""Mistakes that are always tried as the first of a pair. As the second one they would show on every
+made problem, because each has a token that is not trained."""
 _MADE_PLAINER = 4
-"""The most problems that are made of the smallest one."""
+"""The largest number of problems that are made from the smallest one."""
 _IN_TURN = ("leaves", "values", "outputs", "upstream")
-"""The stages that pass on what they are given last, so that one mistake comes after the other."""
+"""The stages that change and return their last argument. So two mistakes can be made in turn."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _First:
 
     mistake: Counterfactual
     alone: frozenset[Output]
-    """The outputs that it explains by itself on every problem."""
+    """The outputs that the mistake explains by itself on every problem."""
 
 
 def two_mistakes(inquiry: Inquiry) -> list[Explanation]:
@@ -58,7 +58,7 @@ def _pairs(seen: Sequence[Observed], bank: Sequence[Counterfactual]) -> list[Cou
     wrong = scope_of(failing)
     by_outputs = _by_outputs(seen, bank, wrong)
     if any(first.alone == wrong for first in by_outputs):
-        return []  # each of several explains all alone, and the problems do not tell which
+        return []  # single mistakes explain all, and the problems do not tell which is right
     if found := [pair for pair in islice(_apart(by_outputs, wrong), _PAIRS) if _explains_all(pair, seen)]:
         return found
     most = max((len(first.alone) for first in by_outputs), default=0)
@@ -68,41 +68,50 @@ def _pairs(seen: Sequence[Observed], bank: Sequence[Counterfactual]) -> list[Cou
 
 
 def _explains_all(pair: Counterfactual, seen: Sequence[Observed]) -> bool:
-    """Returns whether a pair gives all that was returned, and says something of every failing
-    problem.
+    """Returns whether a pair explains all outputs of all problems, and can be made on every failing
+    one.
     """
-    failing = sorted((one for one in seen if one.wrong), key=lambda one: one.setting.tokens)
-    others = [one for one in seen if not one.wrong]
-    return all(one.explained_by(pair) and one.fits(pair, one.got) for one in failing) and all(
-        one.explained_by(pair) for one in others
-    )
+    failing = sorted((observed for observed in seen if observed.wrong), key=lambda observed: observed.setting.tokens)
+    if not all(observed.explained_by(pair) and observed.fits(pair, observed.got) for observed in failing):
+        return False
+    return all(observed.explained_by(pair) for observed in seen if not observed.wrong)
 
 
 def _by_outputs(seen: Sequence[Observed], bank: Iterable[Counterfactual], wrong: frozenset[Output]) -> list[_First]:
-    """Returns the mistakes that explain some of the wrong outputs on all problems: those first that
-    may be in any output alone.
+    """Returns the mistakes that explain some wrong outputs on all problems. The first ones may be
+    made in any output alone.
 
-    If values are wrong, they must explain some of these, which takes far less time to see. What is
-    wrong in gradients alone may be the other mistake.
+    If values are wrong, a mistake must explain one of them, which is quickly seen. The gradients
+    alone may be wrong by the other mistake.
     """
     found: list[_First] = []
     values = frozenset(output for output in wrong if output.kind != "gradient")
-    most_wrong_first = sorted(seen, key=lambda one: (-len(one.wrong), one.setting.tokens))
+    most_wrong_first = sorted(seen, key=lambda observed: (-len(observed.wrong), observed.setting.tokens))
     for mistake in bank:
-        left = wrong
-        for one in most_wrong_first:
-            right = frozenset(output for output in left & values if one.only([output]).explained_by(mistake))
-            if values and not right:
-                left = right
+        explained = wrong
+        for observed in most_wrong_first:
+            explained = _explained(observed, mistake, explained, values)
+            if not explained:
                 break
-            left = right | {output for output in left - values if one.only([output]).explained_by(mistake)}
-        if left:
-            found.append(_First(mistake, left))
+        if explained:
+            found.append(_First(mistake, explained))
     return sorted(found, key=lambda first: not first.mistake.of_any_output)
 
 
+def _explained(
+    observed: Observed, mistake: Counterfactual, outputs: frozenset[Output], values: frozenset[Output]
+) -> frozenset[Output]:
+    """Returns the outputs that a mistake explains on a problem. If values are wrong, these are none
+    unless one of them is a value.
+    """
+    own = frozenset(output for output in outputs & values if observed.only([output]).explained_by(mistake))
+    if values and not own:
+        return own
+    return own | {output for output in outputs - values if observed.only([output]).explained_by(mistake)}
+
+
 def _apart(firsts: Sequence[_First], wrong: frozenset[Output]) -> Iterator[Counterfactual]:
-    """Yields the pairs of which each explains its outputs, and together all."""
+    """Yields the pairs in which each mistake is made in its own outputs, and both explain all."""
     for number, one in enumerate(firsts):
         for other in firsts[number + 1 :]:
             if one.alone | other.alone == wrong:
@@ -112,12 +121,15 @@ def _apart(firsts: Sequence[_First], wrong: frozenset[Output]) -> Iterator[Count
 
 
 def _by_problems(failing: Sequence[Observed], bank: Iterable[Counterfactual]) -> Iterator[_First]:
-    """Yields the mistakes that explain all outputs of the smallest problem, or of the first of
-    those that are made of it of which any mistake does. A number alone says too little.
+    """Yields the mistakes that explain all outputs of one problem.
+
+    It is the smallest problem, or else the first problem made from it that a mistake explains. A
+    made problem on which only numbers such as the loss are wrong is left out, as a number fits too
+    easily.
     """
-    smallest = min(failing, key=lambda one: one.setting.tokens)
-    problems = [one for one in islice(_plainer(smallest), _MADE_PLAINER) if any(output.dims for output in one.wrong)]
-    for one in (smallest, *problems):
+    smallest = min(failing, key=lambda observed: observed.setting.tokens)
+    made = [one for one in islice(_plainer(smallest), _MADE_PLAINER) if any(output.dims for output in one.wrong)]
+    for one in (smallest, *made):
         if found := [mistake for mistake in bank if one.explained_by(mistake)]:
             yield from (_First(mistake, frozenset()) for mistake in found)
             break
@@ -125,22 +137,21 @@ def _by_problems(failing: Sequence[Observed], bank: Iterable[Counterfactual]) ->
 
 
 def _plainer(observed: Observed) -> Iterator[Observed]:
-    """Yields what the kernel returns on a problem with all tokens trained, and with an option at
-    its default.
-    """
+    """Runs plainer problems: one with all tokens trained, and for each option one without it."""
     case, problem = observed.case, observed.case.problem
-    given = dict(problem.options)
-    changed = [replace(problem, masks=("all",) * len(problem.masks))]
-    changed += [replace(problem, options={o: x for o, x in given.items() if o != left_out}) for left_out in given]
-    for each in changed:
+    plainer = [replace(problem, masks=("all",) * len(problem.masks))]
+    for name in problem.options:
+        others = {option: value for option, value in problem.options.items() if option != name}
+        plainer.append(replace(problem, options=others))
+    for each in plainer:
         try:
             yield Observed(Case(case.candidate, each, case.world))
-        except (CandidateError, RankFailure, UsageError):  # it does not take this problem
+        except (CandidateError, RankFailure, UsageError):  # the problem or the candidate does not allow it
             continue
 
 
 def _unlike(firsts: Sequence[_First], failing: Sequence[Observed]) -> list[_First]:
-    """Returns the plainest of each effect, as many as are tried."""
+    """Returns the plainest mistake of each effect, as many as are tried."""
     found: list[_First] = []
     for first in firsts:
         if len(found) < _FIRST and not any(_alike(first.mistake, other.mistake, failing) for other in found):
@@ -155,12 +166,14 @@ def _alike(one: Counterfactual, other: Counterfactual, failing: Sequence[Observe
 def _with_another(
     first: _First, failing: Sequence[Observed], wrong: frozenset[Output], bank: Sequence[Counterfactual]
 ) -> Iterator[Counterfactual]:
-    """Yields a mistake with each other that changes what it leaves to explain: made everywhere, or
-    in those outputs alone.
+    """Yields pairs of a mistake and another that changes the outputs that it leaves to explain.
+
+    If the first mistake explains some outputs by itself, the other is made in the rest alone.
     """
     words, left = first.mistake.words(words_of_several(wrong)), wrong - first.alone
     smallest = min(failing, key=lambda one: one.setting.tokens)
-    for other in sorted(bank, key=lambda one: not one.of_any_output) if first.alone else bank:
+    others = sorted(bank, key=lambda other: not other.of_any_output) if first.alone else bank
+    for other in others:
         if not smallest.says_something(other) or not smallest.changes(other) & left:
             continue
         if (pair := both(first.mistake, other)) is None:
@@ -178,15 +191,16 @@ def _with_words(pair: Counterfactual, one: str, other: str) -> Counterfactual:
 
 
 def _in(outputs: Collection[Output], mistake: Counterfactual) -> str:
-    """Returns what a mistake does in some outputs alone."""
+    """Returns the words for a mistake that is made in some outputs alone."""
     words = words_of_several(outputs)
     named = mistake.of_any_output or words in mistake.sentence
     return mistake.words(words) if named else f"{mistake.words(words)}, in {words} alone"
 
 
 def both(one: Counterfactual, other: Counterfactual) -> Counterfactual | None:
-    """Returns two mistakes of a kernel as one; None if both replace the same stage, or one of them
-    is not made of stages. Its sentence is to be written by who knows the outputs.
+    """Returns a counterfactual that makes two mistakes. The sentence is left empty.
+
+    None if both replace a stage that can't be replaced twice, or if one is not made of stages.
     """
     if one.computed is not None or other.computed is not None or one.name == other.name:
         return None
@@ -194,16 +208,16 @@ def both(one: Counterfactual, other: Counterfactual) -> Counterfactual | None:
     for field in fields(Seams):
         right = getattr(RIGHT, field.name)
         own = [x for x in (one, other) if getattr(x.seams, field.name) is not right]
-        if field.name == "loss" and own:  # it is not given the setting, so that it can't be asked whether it applies
-            if len(own) > 1:
-                return None
-            seams[field.name] = own[0].seams.loss
-        elif len(own) == 1:
-            seams[field.name] = _where_it_applies(own[0], field.name)
-        elif own and (put := _put_together(one, other, field.name)) is not None:
-            seams[field.name] = put
-        elif own:
+        if not own:
+            continue
+        if len(own) == 1:
+            # The stage of the loss gets no setting, so it can't ask whether the mistake applies.
+            stage = own[0].seams.loss if field.name == "loss" else _where_it_applies(own[0], field.name)
+        else:
+            stage = _put_together(one, other, field.name)
+        if stage is None:
             return None
+        seams[field.name] = stage
     together = Seams(**seams)
     return Counterfactual(
         name=f"{one.name}; {other.name}",
@@ -219,8 +233,9 @@ def both(one: Counterfactual, other: Counterfactual) -> Counterfactual | None:
 def each_in_its_own(
     one: Counterfactual, outputs: Collection[Output], other: Counterfactual, others: Collection[Output]
 ) -> Counterfactual:
-    """Returns two mistakes, each made in some outputs alone. All others are right. Its sentence is
-    to be written by who knows their words.
+    """Returns a counterfactual that makes two mistakes, each in some outputs alone.
+
+    Other outputs are right. The sentence is left empty.
     """
 
     def computed(setting: Setting) -> Outputs | None:
@@ -240,7 +255,7 @@ def each_in_its_own(
 
 
 def _where_it_applies(one: Counterfactual, name: str) -> Callable[..., Any]:
-    """Returns a stage that is wrong only where its mistake says something."""
+    """Returns the stage of a mistake. It is right on problems to which the mistake can't apply."""
     wrong, right = getattr(one.seams, name), getattr(RIGHT, name)
 
     def stage(setting: Setting, *given: Any) -> Any:
@@ -250,7 +265,7 @@ def _where_it_applies(one: Counterfactual, name: str) -> Callable[..., Any]:
 
 
 def _put_together(one: Counterfactual, other: Counterfactual, name: str) -> Callable[..., Any] | None:
-    """Returns a stage that both get wrong; None if that can't be said."""
+    """Returns a stage with the mistakes of both; None if they can't be combined in this stage."""
     first, then = _where_it_applies(one, name), _where_it_applies(other, name)
     if name in _IN_TURN:
         return lambda setting, *given: then(setting, *given[:-1], first(setting, *given))
@@ -273,7 +288,9 @@ def _fields_of_both(one: Fields, other: Fields) -> Fields:
 
 
 def _without_labels(find: Callable[[Setting], Fields]) -> Callable[[Setting], Fields]:
-    """Returns what refuses to change labels: the stages of tokens are not opened for others."""
+    """Returns a stage of fields that refuses to change labels. The stages of tokens would not see
+    such a change.
+    """
 
     def found(setting: Setting) -> Fields:
         given = find(setting)

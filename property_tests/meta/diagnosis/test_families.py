@@ -381,7 +381,10 @@ def test_a_mistake_changes_what_it_says(spec: str, head: str, layout: str, name:
     [
         ("outputs times the temperature", "divide the gradient of the logits by the temperature, too"),
         ("outputs times 1 / (the temperature)", "divide by the temperature once, not twice"),
-        ("loss times cp", 'leave it out, or declare "avg" over cp in its Contract, if the caller takes the mean'),
+        (
+            "loss times cp",
+            'leave this factor out. Or, if the caller takes the mean over cp, declare "avg" for it in Contract',
+        ),
         ("gradient of the loss times 1 / (dp * cp)", "leave this factor out"),
         ("outputs times tp", "leave this factor out"),
         ("outputs times 2", ""),

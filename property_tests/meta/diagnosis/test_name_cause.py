@@ -129,7 +129,7 @@ def test_a_number_of_parts_is_told_from_a_fixed_factor(size: int, divided: bool)
     whole = f"{'divided' if divided else 'multiplied'} by a whole number"
     assert (names(found)[0] == whole) == (size == 8)
     if size == 8:
-        assert ", as of chunks or micro-batches; this explains all " in found.sentences[0]
+        assert ", such as the number of chunks or micro-batches; this explains all " in found.sentences[0]
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def test_a_mistake_beside_undeclared_rounding_is_named_with_both(losses: Any) ->
 
     cause, *_ = sentences(run_cell(Cell(off_by_one, Layout(), BF16), Settings(shrink_calls=20)))
     assert cause.startswith(
-        "cause: in place of valid_tokens the kernel takes valid_tokens + 1. Beside that, it rounds more to bfloat16 "
+        "cause: in place of valid_tokens the kernel takes valid_tokens + 1. In addition, it rounds more to bfloat16 "
         "than its declared precision says; "
     )
 

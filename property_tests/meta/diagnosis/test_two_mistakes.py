@@ -117,5 +117,5 @@ def test_a_filter_and_other_labels_that_cannot_be_computed_together_say_nothing(
     assert pair is not None
     assert labels.run(setting) is not None
     assert pair.run(setting) is None
-    with pytest.raises(ValueError, match="labels change beside the stage of tokens"):
+    with pytest.raises(ValueError, match="one mistake changes labels and another a stage of tokens"):
         seams.run(setting, pair.seams)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of tokens in which a rank loops: the last one, short or moved back; what belongs to the
-first one, taken for all. There are some if a candidate declares ``tiles``.
+"""Mistakes of loops over chunks of tokens: a short last chunk, means of chunks, fields of the wrong
+chunk. They can be found only if a candidate declares ``tiles``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ Chunks = list[list[Tensor]]
 
 
 def in_chunks() -> Mapping[str, tuple[str, Callable[[Setting], list[Part]]]]:
-    """Returns the mistakes in how chunks are put together, by name: in words, and the parts."""
+    """Returns the mistakes of adding up chunks by name, each with its sentence and its parts."""
     return {
         **{what: (sentence, partial(_added, tokens)) for what, (sentence, tokens) in _TWICE.items()},
         **{what: (sentence, partial(_left_out, tokens)) for what, (sentence, tokens) in _LOST.items()},
@@ -52,14 +52,14 @@ def chunks(spec: Spec, head: str) -> Iterator[Counterfactual]:
             f"{name} of the first chunk",
             f"every chunk takes {named(name)} of the first chunk",
             knows_size,
-            f"cut {named(name)} as you cut the tokens",
+            f"cut {named(name)} into the same chunks as the tokens",
             padding=True,
             fields=partial(_of_first_chunk, name),
         )
         for by, way in ((1, "late"), (-1, "early")):
             yield mistake(
                 f"{name} one token {way} in each chunk",
-                f"{named(name)} is shifted by one token within each chunk, one {way}",
+                f"each chunk takes {named(name)} one token {way}, rolled within the chunk",
                 knows_size,
                 padding=True,
                 fields=partial(_rolled, name, by),
@@ -71,9 +71,9 @@ def _size(setting: Setting) -> int:
 
 
 def knows_size(setting: Setting) -> bool:
-    """Returns whether the size of a chunk is known, and there is a token.
+    """Returns whether the size of a chunk is known and the problem has a token.
 
-    A rank with one chunk alone makes most of these mistakes, too.
+    Ranks may have only one chunk each: most of these mistakes show there, too.
     """
     return len(setting.tiles.get("token", ())) == 1 and setting.tokens > 0
 
@@ -84,8 +84,8 @@ def chunks_of(setting: Setting) -> Chunks:
 
 
 def _short_last(setting: Setting) -> list[Tensor]:
-    """Returns the last chunk of each rank where it is shorter than the others."""
-    return [rank[-1] for rank in chunks_of(setting) if rank and len(rank[-1]) < _size(setting)]
+    """Returns the last chunk of each rank on which it is shorter than the others."""
+    return [own[-1] for own in chunks_of(setting) if own and len(own[-1]) < _size(setting)]
 
 
 def _before_short_last(setting: Setting) -> list[Tensor]:
@@ -99,29 +99,29 @@ def _before_short_last(setting: Setting) -> list[Tensor]:
 
 
 def _last(setting: Setting) -> list[Tensor]:
-    return [rank[-1] for rank in chunks_of(setting) if rank]
+    return [own[-1] for own in chunks_of(setting) if own]
 
 
 def _all_but_last(setting: Setting) -> list[Tensor]:
-    return [chunk for rank in chunks_of(setting) for chunk in rank[:-1]]
+    return [chunk for own in chunks_of(setting) for chunk in own[:-1]]
 
 
 def _all_but_first(setting: Setting) -> list[Tensor]:
-    return [chunk for rank in chunks_of(setting) for chunk in rank[1:]]
+    return [chunk for own in chunks_of(setting) for chunk in own[1:]]
 
 
 def _firsts(setting: Setting) -> list[Tensor]:
-    return [chunk[:1] for rank in chunks_of(setting) for chunk in rank]
+    return [chunk[:1] for own in chunks_of(setting) for chunk in own]
 
 
 def _lasts(setting: Setting) -> list[Tensor]:
-    return [chunk[-1:] for rank in chunks_of(setting) for chunk in rank]
+    return [chunk[-1:] for own in chunks_of(setting) for chunk in own]
 
 
 Chosen = Callable[[Setting], list[Tensor]]
 _TWICE: Mapping[str, tuple[str, Chosen]] = {
     "tail of chunks twice": (
-        "the last chunk is moved back to be full, and what it shares with the one before counts twice",
+        "the last chunk is moved back to be full, and the tokens that it shares with the chunk before count twice",
         _before_short_last,
     ),
     "last chunk twice": ("the last chunk counts twice", _last),
@@ -130,14 +130,14 @@ _LOST: Mapping[str, tuple[str, Chosen]] = {
     "short last chunk left out": ("a last chunk that is shorter than the others is left out", _short_last),
     "last chunk left out": ("the last chunk is left out", _last),
     "last chunk alone": ("the last chunk takes the place of the others, and is not added to them", _all_but_last),
-    "first chunk alone": ("the first chunk alone counts", _all_but_first),
+    "first chunk alone": ("only the first chunk counts", _all_but_first),
     "first token of chunks left out": ("the first token of each chunk is left out", _firsts),
     "last token of chunks left out": ("the last token of each chunk is left out", _lasts),
 }
 
 
 def within(setting: Setting, tokens: list[Tensor]) -> Tensor:
-    """Returns ``[tokens]`` bool, true at the tokens of some parts."""
+    """Returns a mask ``[tokens]`` that is true at the tokens of some parts."""
     return setting.mask_of(torch.cat(tokens) if tokens else torch.tensor([], dtype=torch.long))
 
 
@@ -151,18 +151,20 @@ def _left_out(chosen: Chosen, setting: Setting) -> list[Part]:
 
 
 def _short_as_full(setting: Setting) -> list[Part]:
-    mask = setting.fields["mask"]
-    short = [(_size(setting) / len(c), {"mask": mask & within(setting, [c])}) for c in _short_last(setting) if len(c)]
-    return [*_left_out(_short_last, setting), *short]
+    mask, parts = setting.fields["mask"], _left_out(_short_last, setting)
+    for chunk in _short_last(setting):
+        if len(chunk):
+            parts.append((_size(setting) / len(chunk), {"mask": mask & within(setting, [chunk])}))
+    return parts
 
 
 def _mean_of_chunks(setting: Setting) -> list[Part]:
-    ranks = chunks_of(setting)
-    return [(1 / (len(rank) * len(ranks)), alone(setting, chunk)) for rank in ranks for chunk in rank]
+    of_ranks = chunks_of(setting)
+    return [(1 / (len(own) * len(of_ranks)), alone(setting, chunk)) for own in of_ranks for chunk in own]
 
 
 def _mean_of_chunks_by_length(setting: Setting) -> list[Part]:
-    chunks = [chunk for rank in chunks_of(setting) for chunk in rank]
+    chunks = [chunk for own in chunks_of(setting) for chunk in own]
     held = sum(map(len, chunks))
     return [(len(chunk) / held, alone(setting, chunk)) for chunk in chunks]
 
@@ -173,7 +175,7 @@ def _mean_of_chunks_by_full_length(setting: Setting) -> list[Part]:
 
 
 def _means_of_chunks(setting: Setting) -> list[Part]:
-    return [(1.0, alone(setting, chunk)) for rank in chunks_of(setting) for chunk in rank]
+    return [(1.0, alone(setting, chunk)) for own in chunks_of(setting) for chunk in own]
 
 
 def alone(setting: Setting, chunk: Tensor) -> Fields:
@@ -183,8 +185,7 @@ def alone(setting: Setting, chunk: Tensor) -> Fields:
 
 
 def _over_number(setting: Setting) -> list[Part]:
-    masks = [masks_of(setting, [rank]) for rank in range(len(setting.token_shards))]
-    return [(1 / max(len(rank), 1), own) for rank, own in zip(chunks_of(setting), masks, strict=True)]
+    return [(1 / max(len(own), 1), masks_of(setting, [rank])) for rank, own in enumerate(chunks_of(setting))]
 
 
 _MEANS: Mapping[str, tuple[str, Callable[[Setting], list[Part]]]] = {
@@ -193,30 +194,30 @@ _MEANS: Mapping[str, tuple[str, Callable[[Setting], list[Part]]]] = {
         _mean_of_chunks,
     ),
     "mean of chunks by length": (
-        "each chunk is divided by its own trained tokens, and weighs as much as its share of all tokens",
+        "each chunk is divided by its own trained tokens, and the chunks are averaged by their number of tokens",
         _mean_of_chunks_by_length,
     ),
     "mean of chunks by full length": (
-        "each chunk is divided by its own trained tokens, and weighs as a full chunk does, though the last is short",
+        "each chunk is divided by its own trained tokens, and a short last chunk has the weight of a full one",
         _mean_of_chunks_by_full_length,
     ),
     "means of chunks added up": (
         "each chunk is divided by its own trained tokens, and the chunks are added up",
         _means_of_chunks,
     ),
-    "divided by the number of chunks": ("each rank divides by its number of chunks", _over_number),
+    "divided by the number of chunks": ("each rank divides its result by its number of chunks", _over_number),
 }
 _ADVICE: Mapping[str, str] = {
-    **dict.fromkeys(_MEANS, "add up all chunks, and divide once by the number that is given"),
-    "divided by the number of chunks": "chunks of a sum are added up, and not averaged",
+    **dict.fromkeys(_MEANS, "add up all chunks, and divide the sum once by the count that is given"),
+    "divided by the number of chunks": "add up the chunks, and do not average them",
 }
 
 
 def _reduced_in_every_chunk(setting: Setting, leaves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     times = torch.ones(setting.tokens, dtype=torch.float64)
-    for rank in chunks_of(setting):
-        for number, chunk in enumerate(rank):
-            times[chunk] = float(setting.size("tp")) ** (len(rank) - 1 - number)
+    for own in chunks_of(setting):
+        for number, chunk in enumerate(own):
+            times[chunk] = float(setting.size("tp")) ** (len(own) - 1 - number)
     hidden = leaves["hidden"]
     return {**leaves, "hidden": with_gradient_of(hidden, hidden * times[:, None])}
 
@@ -230,7 +231,7 @@ def _of_first_chunk(name: str, setting: Setting) -> Fields:
 
 def _rolled(name: str, by: int, setting: Setting) -> Fields:
     x = setting.fields[name].clone()
-    for rank in chunks_of(setting):
-        for chunk in rank:
+    for own in chunks_of(setting):
+        for chunk in own:
             x[chunk] = x[chunk].roll(by, 0)
     return {name: x}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts: taken of a part of the batch, one too many, of something else; means of means; and what
-is not a number where a count is 0.
+"""Mistakes of counts: the count of a part of the batch, another number in place of a count, means
+of means, and divisions by a count of 0.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ _AXES: tuple[tuple[Axis, ...], ...] = (("dp",), ("cp",), ("dp", "cp"))
 
 
 def counts(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of each count that the spec has, and of all at once."""
+    """Yields the mistakes of each count of a spec, and of all counts at once."""
     if spec.reference is None:
         return
     names = spec.names_of_counts
@@ -48,18 +48,19 @@ def counts(spec: Spec, head: str) -> Iterator[Counterfactual]:
 
 
 def _by_held(name: str, padding: bool, setting: Setting) -> list[tuple[float, Fields]]:
-    held = setting.held_by_ranks if padding else [len(tokens) for tokens in setting.token_shards]
-    parts = rank_by_rank(setting, ("dp", "cp"), ())
-    given = setting.fields[name]
-    return [
-        (weight, {**own, name: torch.tensor(count).to(given)}) for (weight, own), count in zip(parts, held, strict=True)
-    ]
+    counts = setting.held_by_ranks if padding else [len(tokens) for tokens in setting.token_shards]
+    like, found = setting.fields[name], list[tuple[float, Fields]]()
+    for (weight, own), count in zip(rank_by_rank(setting, ("dp", "cp"), ()), counts, strict=True):
+        found.append((weight, {**own, name: torch.tensor(count).to(like)}))
+    return found
 
 
 @dataclass(frozen=True)
 class _Reads:
-    """Asks whether the loss hangs on several of some counts, if they are several, and whether some
-    axes are split.
+    """Asks whether some axes are split, and whether the loss depends on a count.
+
+    Of several counts, the loss must depend on two at least. Otherwise the mistake is that of one
+    count.
     """
 
     names: tuple[str, ...]
@@ -68,19 +69,22 @@ class _Reads:
     def __call__(self, setting: Setting) -> bool:
         if any(setting.size(axis) == 1 for axis in self.axes):
             return False
-        return sum(reads_count(setting, name) for name in self.names) >= min(len(self.names), 2)
+        read = [name for name in self.names if reads_count(setting, name)]
+        return len(read) >= min(len(self.names), 2)
 
 
 def _local(names: tuple[str, ...], axes: tuple[Axis, ...]) -> Iterator[Counterfactual]:
     what = names[0] if len(names) == 1 else "every count"
     over = " and ".join(axes)
     for how, also in _POOLED.items():
+        todo = f"sum {what} over {over} before you divide by it"
+        if how.startswith("mean"):
+            todo += f", and add up the parts of the loss over {over} without a mean"
         yield mistake(
-            f"{what} local over {'+'.join(axes)}{how and f', {how}'}",
+            f"{what} local over {'+'.join(axes)}" + (f", {how}" if how else ""),
             f"{what} is that of each rank's own part: it is not summed over {over}{also.format(over=over)}",
             partial(_differs, _Reads(names, axes)),
-            f"sum {what} over {over} before you divide by it"
-            + (f", and add up the parts of the loss over {over} without a mean" if how.startswith("mean") else ""),
+            todo,
             parts=partial(_parts, axes=axes, names=names, how=how),
         )
 
@@ -88,44 +92,39 @@ def _local(names: tuple[str, ...], axes: tuple[Axis, ...]) -> Iterator[Counterfa
 _POOLED = {
     "": "",
     "mean": ", and the results are averaged over {over}",
-    "times ranks": ", but multiplied by its number of ranks",
+    "times ranks": ", but multiplied by the number of ranks",
     "mean by sequences": ", and the results are averaged over {over}, each weighed by its number of sequences",
     "mean by tokens": ", and the results are averaged over {over}, each weighed by its number of tokens",
 }
-"""What becomes of the parts of a loss with local counts, and how it is said."""
+"""The ways to add up the parts of a loss that have local counts, and the words for each."""
 
 
 def _differs(reads: _Reads, setting: Setting) -> bool:
-    """Returns whether the local counts are others than those of the whole batch."""
+    """Returns whether a local count differs from that of the whole batch."""
     if not reads(setting):
         return False
     groups = [setting.group_of(rank, reads.axes) for rank in range(len(setting.token_shards))]
     local = [counts_of(setting, group) for group in groups]
-    return any(bool(one[name] != setting.fields[name]) for one in local for name in reads.names)
+    return any(bool(counts[name] != setting.fields[name]) for counts in local for name in reads.names)
 
 
 def own_parts(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields what goes wrong where ranks compute a loss of their own tokens that needs more."""
+    """Yields the mistake of ranks that compute the sums and counts of a sequence from their own
+    tokens alone.
+    """
     if spec.reference is None or spec.trained_dim != "token":
         return
     for axes in _AXES:
         over = " and ".join(axes)
-        yield mistake(
-            f"parts of own tokens over {'+'.join(axes)}",
-            f"what belongs to a whole sequence, its sums and counts, is taken from each rank's own tokens over {over}, "
-            "and the results are added up",
-            partial(_sums_over, axes),
-            f"add up the sums and counts of each sequence over {over} before you compute anything else from them",
-            parts=partial(_parts, axes=axes, names=(), how=""),
-        )
-        yield mistake(
-            f"parts of own tokens over {'+'.join(axes)}, averaged",
-            f"what belongs to a whole sequence, its sums and counts, is taken from each rank's own tokens over {over}, "
-            "and the results are averaged",
-            partial(_sums_over, axes),
-            f"add up the sums and counts of each sequence over {over} before you compute anything else from them",
-            parts=partial(_parts, axes=axes, names=(), how="mean"),
-        )
+        for also, how, results in (("", "", "added up"), (", averaged", "mean", "averaged")):
+            yield mistake(
+                f"parts of own tokens over {'+'.join(axes)}{also}",
+                "each rank takes the sums and counts of a sequence from its own tokens alone: they are not summed over "
+                f"{over}, and the results are {results}",
+                partial(_sums_over, axes),
+                f"add up the sums and counts of each sequence over {over} before you compute anything else from them",
+                parts=partial(_parts, axes=axes, names=(), how=how),
+            )
 
 
 def _sums_over(axes: tuple[Axis, ...], setting: Setting) -> bool:
@@ -144,7 +143,10 @@ def _parts(setting: Setting, axes: tuple[Axis, ...], names: tuple[str, ...], how
 
 
 def _shares(setting: Setting, axes: tuple[Axis, ...], *, of_sequences: bool) -> list[float]:
-    """Returns by rank what those that count together hold, of what all hold."""
+    """Returns, for each rank, the share of all tokens or sequences that its group holds.
+
+    A group is the ranks that add up their counts if ``axes`` are left out.
+    """
     cp, held = setting.size("cp"), [float(len(own)) for own in setting.token_shards]
     if of_sequences:
         held = [len(setting.partition.sequences(rank // cp)) / cp for rank in range(len(held))]
@@ -153,10 +155,10 @@ def _shares(setting: Setting, axes: tuple[Axis, ...], *, of_sequences: bool) -> 
 
 
 def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:
-    """Yields what may stand in place of a count."""
+    """Yields the mistakes of taking another number in place of a count."""
     instead = dict(_INSTEAD)
     if spec.trained is trained_by_mask:
-        del instead["the number of tokens in mask"]  # that is what valid_tokens counts
+        del instead["the number of tokens in mask"]  # it is valid_tokens
     instead |= {other: (other, partial(_other_count, other)) for other in spec.names_of_counts if other != name}
     for what, (words, count) in instead.items():
         yield mistake(
@@ -166,18 +168,18 @@ def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:
             f"divide by {name} as it is given",
             fields=partial(_put, name, count),
         )
-    for of, (axes, least, change) in _ROUNDED.items():
+    for of, (axes, is_least, change) in _ROUNDED.items():
         yield mistake(
             f"{name} rounded down to a multiple of {of}",
-            f"{name} is rounded down to a multiple of {of}{f', but to {of} at least' * least}",
+            f"{name} is rounded down to a multiple of {of}{f', but to {of} at least' * is_least}",
             _Reads((name,), axes),
-            f"divide by {name} as it is given: `//` drops what is left over",
+            f"divide by {name} as it is given: `//` drops the remainder",
             fields=partial(_rounded, name, change),
         )
 
 
 Count = Callable[[Setting, Tensor], Tensor | int]
-"""Gets a count as it is given, and returns what is taken in its place."""
+"""Gets a count as it is given, and returns the number that is taken in its place."""
 
 
 def _put(name: str, count: Count, setting: Setting) -> Fields:
@@ -196,7 +198,7 @@ def _labels(setting: Setting, given: Tensor) -> Tensor:
 _INSTEAD: Mapping[str, tuple[str, Count]] = {
     "one too many": ("{name} + 1", lambda s, count: count + 1),
     "one too few": ("{name} - 1", lambda s, count: count - 1),
-    "left out": ("1: nothing is divided by it", lambda s, count: 1),
+    "left out": ("1: nothing is divided by {name}", lambda s, count: 1),
     "twice": ("2 * {name}", lambda s, count: count * 2),
     "half": ("{name} // 2", lambda s, count: count // 2),
     "the number of all tokens": ("the number of all tokens", lambda s, count: s.tokens),
@@ -208,7 +210,7 @@ _INSTEAD: Mapping[str, tuple[str, Count]] = {
     "the number of tokens in mask": ("the number of tokens in mask", lambda s, count: s.fields["mask"].sum()),
     "the number of labels in sequences that have one": ("the number of all labels, trained or not", _labels),
 }
-"""What may be taken for a count: in words, and the number."""
+"""The numbers that may stand in place of a count, each in words and as a function."""
 
 
 def _rounded(name: str, change: Callable[[Tensor, int], Tensor], setting: Setting) -> Fields:
@@ -221,25 +223,26 @@ _ROUNDED: Mapping[str, tuple[tuple[Axis, ...], bool, Callable[[Tensor, int], Ten
     "dp": (("dp",), True, lambda count, dp: (count // dp).clamp(min=1) * dp),
     "2 * dp": (("dp",), True, lambda count, dp: (count // (2 * dp)).clamp(min=1) * 2 * dp),
 }
-"""To what multiples a count may be rounded down: the axes that are several ranks there, whether it
-is one such multiple at least, and how it is computed of the count and the ranks of dp.
+"""The numbers to whose multiples a count may be rounded down. For each there are the axes that must
+be split, whether the number is also the least result, and the function of the count and the number
+of dp ranks.
 """
 
 
 def nothing_trained(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields divisions by a count of 0."""
+    """Yields the mistakes of dividing by a count of 0."""
     if spec.reference is None or spec.trained_dim != "token":
         return
+    has_means = any(metric.reduction == "sum" for metric in spec.metrics.values())
     for what, lacks in _LACKS.items():
-        means = any(metric.reduction == "sum" for metric in spec.metrics.values())
         for also, kinds in _ALSO.items():
-            if "metric" in kinds and not means:
+            if "metric" in kinds and not has_means:
                 continue
             yield mistake(
                 f"0 / 0 where {what} has no trained token{also}",
                 f"a mean over {what} without a trained token is 0 / 0: the loss is not a number{also}",
                 partial(_has_none_trained, lacks, kinds),
-                "divide by at least 1",
+                "divide by the count, but by at least 1",
                 outputs=partial(_not_a_number, kinds),
             )
 
@@ -259,7 +262,7 @@ def _lacks_sequence(setting: Setting) -> bool:
 def _lacks_chunk(setting: Setting) -> bool:
     if not knows_size(setting):
         return False
-    setting = setting.with_padding  # a chunk of padding alone trains nothing either
+    setting = setting.with_padding  # a chunk may have nothing but padding
     mask = setting.fields["mask"]
     return any(not bool(mask[chunk].any()) for rank in chunks_of(setting) for chunk in rank)
 
@@ -270,7 +273,7 @@ _LACKS: Mapping[str, Callable[[Setting], bool]] = {
     "a sequence": _lacks_sequence,
     "a chunk": _lacks_chunk,
 }
-"""Over what a mean is taken, and whether there is one without a trained token."""
+"""The parts that may have a mean of their own, and whether one of them has no trained token."""
 
 
 _ALSO: Mapping[str, tuple[str, ...]] = {
@@ -279,7 +282,7 @@ _ALSO: Mapping[str, tuple[str, ...]] = {
     ", and so are the metrics": ("metric",),
     ", and so are the metrics and the gradients": ("metric", "gradient"),
 }
-"""What else is not a number: in words, and the kinds of outputs."""
+"""The outputs that are not a number besides the loss: in words, and by kind."""
 
 
 def _has_none_trained(lacks: Callable[[Setting], bool], kinds: tuple[str, ...], setting: Setting) -> bool:
@@ -289,12 +292,10 @@ def _has_none_trained(lacks: Callable[[Setting], bool], kinds: tuple[str, ...], 
 
 
 def _not_a_number(kinds: tuple[str, ...], setting: Setting, outputs: Outputs) -> Outputs:
-    return {
-        o: torch.full_like(x, torch.nan) if o.name == "loss" or (o.kind in kinds and _is_mean(setting, o)) else x
-        for o, x in outputs.items()
-    }
+    wrong = [o for o in outputs if o.name == "loss" or (o.kind in kinds and _is_mean(setting, o))]
+    return {**outputs, **{output: torch.full_like(outputs[output], torch.nan) for output in wrong}}
 
 
 def _is_mean(setting: Setting, output: Output) -> bool:
-    """Returns whether an output is added up over ranks, as means are, and not an extremum."""
+    """Returns whether an output is added up over ranks, as means are. An extremum is not."""
     return output.kind != "metric" or setting.spec.metrics[output.name].reduction == "sum"

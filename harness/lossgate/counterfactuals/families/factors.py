@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factors: the loss, its gradient, or what comes out, times a number that the problem has; and
-upstream gradients: of one token for all, of the wrong tokens, of an output that is left out.
+"""Mistakes of factors and of upstream gradients.
+
+A factor is a number of the problem that multiplies the loss, its gradient, or single outputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,15 +32,15 @@ def _upstream(setting: Setting) -> float:
 
 
 def fixed(number: float, setting: Setting) -> float:
-    """Returns a number that no problem changes."""
+    """Returns the same number for every problem."""
     return number
 
 
 def numbers(spec: Spec, head: str) -> Mapping[str, Number]:
-    """Returns what a factor may be, by what people call it."""
+    """Returns the numbers that may be a factor, by name."""
     found: dict[str, Number] = {}
-    for count in (1, 2, 3):
-        found |= {" * ".join(axes): partial(_sizes, axes) for axes in combinations(AXES, count)}
+    for how_many in (1, 2, 3):
+        found |= {" * ".join(axes): partial(_sizes, axes) for axes in combinations(AXES, how_many)}
     found |= {
         "the number of trained tokens": lambda s: max(float(s.fields["valid_tokens"]), 1.0),
         "the number of sequences": lambda s: max(float(len(s.lengths)), 1.0),
@@ -61,31 +62,35 @@ def _inverse(number: Number, setting: Setting) -> float:
 
 
 def in_words(name: str) -> str:
-    """Returns what a factor does, of its name."""
+    """Returns the words for a multiplication by a factor, given its name."""
     return f"divided by {name[5:-1]}" if name.startswith("1 / (") else f"multiplied by {name}"
 
 
 def _todo(name: str) -> str:
-    """Returns what to do about a factor, of its name; "" if its name says all."""
-    multiplies, factor = not name.startswith("1 / ("), name.removeprefix("1 / (").removesuffix(")")
+    """Returns the advice about a factor, given its name; "" if the name is enough."""
+    divides, factor = name.startswith("1 / ("), name.removeprefix("1 / (").removesuffix(")")
     if factor == "the temperature":
-        too_often = "divide by the temperature once, not twice"
-        return "divide the gradient of the logits by the temperature, too" if multiplies else too_often
+        if divides:
+            return "divide by the temperature once, not twice"
+        return "divide the gradient of the logits by the temperature, too"
     if not set(factor.split(" * ")) <= set(AXES):
         return ""
-    if multiplies and "tp" not in factor:
-        return f'leave it out, or declare "avg" over {factor} in its Contract, if the caller takes the mean'
-    return "leave this factor out"
+    if divides or "tp" in factor:
+        return "leave this factor out"
+    return f'leave this factor out. Or, if the caller takes the mean over {factor}, declare "avg" for it in Contract'
 
 
 def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of a factor too many, and of all factors that stand above a sum."""
+    """Yields the mistakes of a factor too many, and of a backward that ignores the gradient of the
+    sum over tokens.
+    """
     if "logprobs" in spec.uses and spec.reference is not None:
         yield mistake(
             "all above the sum ignored",
-            "{outputs}: what comes back to the sum over tokens is taken for 1: the upstream gradient, and what divides",
+            "{outputs}: backward takes 1 for the gradient of the sum over tokens, so it ignores the upstream gradient "
+            "and the divisor of the sum",
             lambda setting: _above_the_sum(setting) != 1.0,
-            "multiply by the gradient that backward is given",
+            "multiply by the upstream gradient, and divide by the divisor, in backward, too",
             outputs=_gradients_of_the_sum,
         )
     for name, number in numbers(spec, head).items():
@@ -100,7 +105,7 @@ def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
             )
             yield mistake(
                 f"gradient of the loss times {name}",
-                f"the gradient of the loss is {by}, and its value is not",
+                f"the gradient of the loss is {by}, but its value is not",
                 when,
                 todo,
                 upstream=partial(_scaled_upstream, number, "loss"),
@@ -108,7 +113,7 @@ def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
         for token_value in [value for value in spec.outputs if value != "loss"]:
             yield mistake(
                 f"gradient of {token_value} times {name}",
-                f"the gradient of {token_value} is {by}, and its value is not",
+                f"the gradient of {token_value} is {by}, but its value is not",
                 partial(_matters_to, token_value, number),
                 upstream=partial(_scaled_upstream, number, token_value),
             )
@@ -117,22 +122,23 @@ def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
             f"{{outputs}}: {by}",
             when,
             todo,
-            outputs=partial(_scaled_outputs, number),
+            outputs=partial(scaled_outputs, number),
         )
 
 
 def _above_the_sum(setting: Setting) -> float:
-    """Returns by what the gradient of each log-probability is multiplied, times the upstream
-    gradient, if that is one number in all trained tokens; else 1.
+    """Returns the size of the gradient that the loss gives to each log-probability, with the
+    upstream gradient. It is 1 unless all trained tokens have the same size, and it is not 0.
     """
     found = setting.bound.dense.loss_stage(setting.bound_spec).upstream.get("logprobs")
     if found is None:
         return 1.0
     of_sequences = HEADS[setting.bound.problem.head].gives == "sequence"
-    own = found[found != 0 if of_sequences else setting.batch.fields["mask"]].abs()
-    if not len(own) or not own[0] or not torch.allclose(own, own[:1].expand_as(own), rtol=1e-9, atol=0.0):
+    is_trained = found != 0 if of_sequences else setting.batch.fields["mask"]
+    sizes = found[is_trained].abs()
+    if not len(sizes) or not sizes[0] or not torch.allclose(sizes, sizes[:1].expand_as(sizes), rtol=1e-9, atol=0.0):
         return 1.0
-    return float(own[0])
+    return float(sizes[0])
 
 
 def _gradients_of_the_sum(setting: Setting, outputs: Outputs) -> Outputs:
@@ -157,7 +163,8 @@ def _scaled_upstream(number: Number, of: str, setting: Setting, name: str, gradi
     return gradient * number(setting) if name == of else gradient
 
 
-def _scaled_outputs(number: Number, setting: Setting, outputs: Outputs) -> Outputs:
+def scaled_outputs(number: Number, setting: Setting, outputs: Outputs) -> Outputs:
+    """Returns outputs whose finite entries are multiplied by a number of the problem."""
     factor = number(setting)
     return {output: torch.where(x.isfinite(), x * factor, x) for output, x in outputs.items()}
 
@@ -166,37 +173,39 @@ OfUpstream = Callable[[Setting, Tensor], Tensor]
 
 
 def upstreams(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of reading what comes from above."""
+    """Yields the mistakes of reading upstream gradients."""
     for name in spec.outputs:
-        for what, (words, change) in (_OF_LOSS if name == "loss" else _OF_TOKENS).items():
+        changes = _OF_LOSS if name == "loss" else _OF_TOKENS
+        for what, (words, change) in changes.items():
             yield mistake(
                 f"upstream gradient of {name} {what}",
                 f"backward {words.format(name=name)}",
                 partial(_changes_gradient, name, change),
                 upstream=partial(_changed, name, change),
             )
-
-        if name != "loss" and name == spec.outputs[-1] and spec.outputs[0] not in ("loss", name):
-            for what, (words, change) in _OF_TOKENS.items():
+        if name == "loss":
+            continue
+        if name == spec.outputs[-1] and spec.outputs[0] not in ("loss", name):  # once, after several of tokens
+            for what, (words, change) in changes.items():
                 yield mistake(
                     f"upstream gradient of every output {what}",
                     f"backward {words.format(name='every output')}",
                     partial(_changes_any_gradient, change),
                     upstream=partial(_changed_all, change),
                 )
-        if name != "loss":
-            yield mistake(
-                f"upstream gradient of {name} of two columns, read as if dense",
-                f"backward reads the upstream gradients of {name} with a stride of 1, where they are a column of two",
-                _is_column,
-                "make the upstream gradient contiguous, or use its stride",
-                padding=True,
-                upstream=partial(_strided, name),
-            )
+        yield mistake(
+            f"upstream gradient of {name} of two columns, read as if dense",
+            f"backward reads the upstream gradients of {name} with a stride of 1, although they are one column of "
+            "a tensor with two",
+            _is_column,
+            "make the upstream gradient contiguous, or use its stride",
+            padding=True,
+            upstream=partial(_strided, name),
+        )
 
 
 def _changes_gradient(name: str, change: OfUpstream, setting: Setting) -> bool:
-    """Returns whether there is such a gradient, and it is changed."""
+    """Returns whether an output has an upstream gradient, and a mistake changes it."""
     given = setting.batch.cotangents.get(name)
     return given is not None and not torch.equal(change(setting, given), given)
 
@@ -214,19 +223,20 @@ def _changed(of: str, change: OfUpstream, setting: Setting, name: str, gradient:
 
 
 def _strided(of: str, setting: Setting, name: str, g: Tensor) -> Tensor:
-    """Reads a column of a table of two without its stride, on each rank."""
+    """Reads one column of a tensor with two as if it were contiguous, on each rank."""
     if name != of:
         return g
-    beside = (x for name_of_other, x in setting.batch.cotangents.items() if name_of_other != of)
-    other = next(beside, torch.zeros_like(g))
+    others = (x for other_name, x in setting.batch.cotangents.items() if other_name != of)
+    other = next(others, torch.zeros_like(g))
     found = torch.empty_like(g)
     for own in setting.token_shards:
-        found[own] = torch.stack([g[own], other[own]], 1).flatten()[: len(own)]
+        memory = torch.stack([g[own], other[own]], 1).flatten()
+        found[own] = memory[: len(own)]
     return found
 
 
 def _is_column(setting: Setting) -> bool:
-    """Returns whether an output of tokens may lie beside another that has an upstream gradient."""
+    """Returns whether upstream gradients of tokens may be the columns of a tensor with two."""
     of_tokens = [output for output in setting.spec.outputs if output != "loss"]
     return len(of_tokens) == 2 and "loss" not in setting.batch.cotangents
 
@@ -253,14 +263,14 @@ _OF_LOSS: dict[str, tuple[str, OfUpstream]] = {
     "without its sign": ("takes the upstream gradient without its sign", lambda s, g: g.abs()),
 }
 _OF_TOKENS: dict[str, tuple[str, OfUpstream]] = {
-    "ignored": ("takes upstream gradients of {name} of 1", lambda s, g: torch.ones_like(g)),
-    "lost": ("takes upstream gradients of {name} of 0", _lost),
+    "ignored": ("takes 1 for each upstream gradient of {name}", lambda s, g: torch.ones_like(g)),
+    "lost": ("takes 0 for each upstream gradient of {name}", _lost),
     "of the first token": (
-        "takes the first token's upstream gradient of {name} for all tokens",
+        "takes the upstream gradient of {name} at the first token for all tokens",
         lambda s, g: g[:1].expand(len(g)),
     ),
     "of each rank's first token": (
-        "takes the upstream gradient of {name} of each rank's first token for all its tokens",
+        "takes the upstream gradient of {name} at each rank's first token for all tokens of the rank",
         _first_of_rank,
     ),
     "averaged": (

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields and differentiable inputs: one in another's place, with the other sign, left out, detached
-or not, read in another order than they have in memory.
+"""Mistakes of fields and differentiable inputs: another one is taken, the sign is wrong, the
+gradient is lost, or memory is read in the wrong order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,22 +20,23 @@ from lossgate.specs.token_values import TokenValues
 
 
 def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of fields that hold numbers, and of which tokens make a sequence."""
+    """Yields the mistakes of fields that hold numbers, and of the tokens of each sequence."""
     if spec.reference is None:
         return
     numbers = {n: f.dims for n, f in spec.added.items() if f.dtype == "float32" and f.dims and not f.unused}
     for name, dims in numbers.items():
-        yield from _wrong_numbers(name, [n for n, of in numbers.items() if n != name and of == dims])
+        others = [other for other, of in numbers.items() if other != name and of == dims]
+        yield from _wrong_numbers(name, others)
         if dims == ("token",) and "logprobs" in spec.uses:
-            own, difference = _POLICY if head != "values" else _VALUES
-            for called, (words, loss) in _FOR_POLICY.items():
-                said = words.format(name=name, own=own, difference=difference)
-                yield mistake(called.format(name=name), said, loss=partial(loss, name))
+            own, difference = _VALUES if head == "values" else _POLICY
+            for template, (words, loss) in _FOR_POLICY.items():
+                sentence = words.format(name=name, own=own, difference=difference)
+                yield mistake(template.format(name=name), sentence, loss=partial(loss, name))
     if spec.trained_dim == "token":
         for by, way in ((1, "late"), (-1, "early")):
             yield mistake(
                 f"{head} one token {way}",
-                f"{head} is taken from the wrong tokens: one token {way}, on each rank",
+                f"{head} is taken one token {way} on each rank",
                 padding=True,
                 leaves=partial(_rolled_leaves, head, by),
             )
@@ -47,7 +48,7 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
 
 
 def _wrong_numbers(name: str, others: Iterable[str]) -> Iterator[Counterfactual]:
-    """Yields the mistakes of one field that holds numbers, beside others of its dims."""
+    """Yields the mistakes of a field that holds numbers. Others are fields of the same dims."""
     for what, (words, change) in _CHANGES.items():
         yield mistake(f"{name} {what}", f"{name} {words}", fields=partial(_changed, name, change))
     for other in others:
@@ -68,6 +69,7 @@ def _rolled_leaves(head: str, by: int, setting: Setting, leaves: Mapping[str, Te
 
 
 def _begun_late(setting: Setting) -> Fields:
+    """Returns the sequence of each token, rolled to the right on each rank."""
     sequence = setting.fields["sequence"].clone()
     for rank, own in enumerate(setting.token_shards):
         sequences = setting.partition.sequences(rank // setting.size("cp"))
@@ -78,6 +80,7 @@ def _begun_late(setting: Setting) -> Fields:
 
 
 def _one_sequence(setting: Setting) -> Fields:
+    """Returns the first sequence of its dp rank for each token."""
     sequence = setting.fields["sequence"].clone()
     for dp in range(setting.size("dp")):
         own = setting.partition.sequences(dp)
@@ -86,28 +89,32 @@ def _one_sequence(setting: Setting) -> Fields:
 
 
 def _by_ranges_without_padding(setting: Setting) -> Fields:
+    """Returns the sequence of each token, found by the lengths of sequences without padding.
+
+    Tokens after the end of the last sequence are masked.
+    """
     partition, lengths = setting.partition, torch.tensor(setting.lengths)
     sequence, mask = setting.fields["sequence"].clone(), setting.fields["mask"].clone()
     for (dp, _), held in partition.token_shards.items():
         own = partition.sequences(dp)
         ends = lengths[own.start : own.stop].cumsum(0)
-        found = torch.searchsorted(ends, torch.arange(len(held)), right=True)
-        mask[held] &= found < len(ends)
-        sequence[held] = own.start + found.clamp(max=max(len(ends) - 1, 0)).to(sequence.dtype)
+        number = torch.searchsorted(ends, torch.arange(len(held)), right=True)
+        mask[held] &= number < len(ends)
+        sequence[held] = own.start + number.clamp(max=max(len(ends) - 1, 0)).to(sequence.dtype)
     return {"sequence": sequence, "mask": mask}
 
 
 def _cut_without_padding(setting: Setting) -> Fields:
-    found = dict(_by_ranges_without_padding(setting))
-    lengths, inside = torch.tensor(setting.lengths), torch.zeros(setting.tokens, dtype=torch.bool)
+    """Returns the same sequences, with labels and mask that are shifted within them."""
+    lengths, has_label = torch.tensor(setting.lengths), torch.zeros(setting.tokens, dtype=torch.bool)
     for (dp, _), held in setting.partition.token_shards.items():
         own = setting.partition.sequences(dp)
         ends = lengths[own.start : own.stop].cumsum(0)
-        place = torch.arange(len(held))
-        inside[held] = (place < (int(ends[-1]) if len(ends) else 0)) & ~torch.isin(place + 1, ends)
-    mask = setting.moved_with_padding("mask", setting.source_on_each_rank(-1), given=True)
-    ids = setting.padded("input_ids")[setting.source_on_each_rank(-1)]
-    return {**found, "mask": mask & inside, "labels": ids}
+        end, place = int(ends[-1]) if len(ends) else 0, torch.arange(len(held))
+        has_label[held] = (place < end) & ~torch.isin(place + 1, ends)
+    source = setting.source_on_each_rank(-1)
+    mask = setting.moved_with_padding("mask", source, given=True) & has_label
+    return {**_by_ranges_without_padding(setting), "mask": mask, "labels": setting.padded("input_ids")[source]}
 
 
 _CHANGES: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
@@ -121,35 +128,35 @@ _CHANGES: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "where negative dropped": ("is taken for 0 where it is negative", lambda x: x.clamp(min=0)),
     "where positive dropped": ("is taken for 0 where it is positive", lambda x: x.clamp(max=0)),
 }
-"""What may be taken for a field: in words, and how it is computed of it."""
+"""The changes that may be made to a field of numbers, each in words and as a function."""
 _OF_SEQUENCES = (
     mistake(
         "sequences begin one token late",
-        "the first token of a sequence, on each rank, counts to the sequence before it in sums over a sequence",
+        "in sums over a sequence, the first token of a sequence on each rank counts to the sequence before it",
         sums_sequences,
-        "take start <= token < end of cu_seqlens",
+        "take start <= token < end as the tokens of a sequence, with start and end of cu_seqlens",
         padding=True,
         fields=_begun_late,
     ),
     mistake(
         "one sequence on each rank",
-        "all tokens of a dp rank are taken for one sequence",
+        "all tokens of a dp rank are treated as one sequence",
         lambda setting: len(setting.lengths) > setting.size("dp"),
         fields=_one_sequence,
     ),
     mistake(
         "cu_seqlens for cu_seqlens_padded",
-        "the tokens of a sequence are sought by cu_seqlens, which does not count padding",
+        "the tokens of a sequence are found by cu_seqlens, which does not count padding",
         lambda setting: setting.size("cp") == 1,
-        "use cu_seqlens_padded where padding stands between sequences",
+        "use cu_seqlens_padded: there may be padding between sequences",
         padding=True,
         fields=_by_ranges_without_padding,
     ),
     mistake(
         "cu_seqlens for cu_seqlens_padded, in ids and masks",
-        "the pack is cut by cu_seqlens, which does not count padding, and ids and masks are shifted in each piece",
+        "the pack is cut by cu_seqlens, which does not count padding, and ids and masks are shifted within each piece",
         lambda setting: setting.given_tokens == "packed" and setting.size("cp") == 1,
-        "use cu_seqlens_padded where padding stands between sequences",
+        "use cu_seqlens_padded: there may be padding between sequences",
         padding=True,
         fields=_cut_without_padding,
     ),
@@ -198,25 +205,25 @@ def _turned_without_gradient(name: str, bound: BoundSpec, values: TokenValues, f
 
 _POLICY = "the policy's own log-probabilities", "log-ratio of the policy"
 _VALUES = "the values", "difference of the values"
-"""What a kernel computes of each token, in words, and how it is compared with a field."""
+"""The words for what a kernel computes of each token, and for its difference to a field."""
 _FOR_POLICY: Mapping[str, tuple[str, Callable[..., Reduced]]] = {
     "logprobs for {name}": ("{own} stand in place of {name}", _policy_for),
     "logprobs for {name}, attached": ("{own}, with their gradient, stand in place of {name}", _attached_policy_for),
     "logprobs and {name} swapped": ("{own} and {name} are swapped", _swapped_with_policy),
-    "log-ratio to {name} turned round": ("the {difference} to {name} has the other sign", _turned),
+    "log-ratio to {name} turned round": ("the {difference} to {name} has the wrong sign", _turned),
     "log-ratio to {name} turned round, without a gradient through it": (
-        "{name} is moved to the other side of {own}",
+        "the {difference} to {name} has the wrong sign, but backward has the right sign",
         _turned_without_gradient,
     ),
 }
-"""What goes wrong between a field and what the kernel computes itself: in words, and the loss."""
+"""The mistakes between a field and what the kernel itself computes: in words, and the loss."""
 
 
 def detached(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of values per token without their gradient, and of a loss without one."""
+    """Yields the mistakes of losing the gradient of a value per token."""
     if spec.reference is None:
         return
-    for name in [use for use in spec.uses if use not in ("lowest", "highest")]:
+    for name in (use for use in spec.uses if use not in ("lowest", "highest")):
         yield mistake(
             f"{name} detached",
             f"the gradient through {name} is lost",
@@ -234,16 +241,16 @@ def _detach(name: str, setting: Setting, values: TokenValues) -> TokenValues:
 
 
 def memory(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of reading a transposed view by its pointer alone."""
+    """Yields the mistakes of reading a transposed view by its pointer, without its strides."""
     for name in {"hidden": ("weight", "hidden"), "logits": ("logits",)}.get(head, ()):
-        for back, words in ((True, ""), (False, ", in forward alone")):
+        for backward_too, words in ((True, ""), (False, ", in forward alone")):
             yield mistake(
                 f"transposed view of {name} read as if contiguous{words}",
-                f"the transposed view of {name} is read as if its rows stood one after another in memory{words}",
+                f"the transposed view of {name} is read as if its rows followed one another in memory{words}",
                 _not_padded,
-                todo="take the strides of the view, or make it contiguous before you read it by its pointer",
+                todo="use the strides of the view, or make it contiguous before you read it by its pointer",
                 padding=True,
-                leaves=partial(_reordered, name, back),
+                leaves=partial(_reordered, name, backward_too),
             )
 
 
@@ -251,7 +258,8 @@ def _not_padded(setting: Setting) -> bool:
     return not any(shard.padding for shard in setting.vocab_shards)
 
 
-def _reordered(name: str, back: bool, setting: Setting, leaves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _reordered(name: str, backward_too: bool, setting: Setting, leaves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Returns leaves of which one is read in the order of memory, rank by rank."""
     leaf = leaves[name]
     if name == "hidden":
         read = setting.moved_on_each_rank(leaf, _as_if_contiguous)
@@ -260,7 +268,7 @@ def _reordered(name: str, back: bool, setting: Setting, leaves: Mapping[str, Ten
     else:
         columns = [leaf[:, shard.start : shard.end] for shard in setting.vocab_shards]
         read = torch.cat([setting.moved_on_each_rank(own, _as_if_contiguous) for own in columns], 1)
-    return {**leaves, name: read if back else with_gradient_of(read, leaf)}
+    return {**leaves, name: read if backward_too else with_gradient_of(read, leaf)}
 
 
 def _as_if_contiguous(x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages between logits and softmax: soft-cap, temperature, and the filter by top-k and top-p."""
+"""Mistakes of the stages between logits and softmax: soft-cap, temperature, and the filter by top-k
+and top-p.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, tempered
-from lossgate.counterfactuals.seams import RIGHT_STAGES, Outputs, Reduced, with_gradient_of
+from lossgate.counterfactuals.seams import Outputs, Reduced, picked_logit, with_gradient_of
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.logit_filter import LOGIT_FILTER
@@ -20,39 +22,44 @@ def temperatures(spec: Spec, head: str) -> Iterator[Counterfactual]:
     """Yields the mistakes of the temperature."""
     if spec.temperature is None or head not in ("hidden", "logits"):
         return
-    for what, power in {"ignored": 0, "applied twice": 2, "multiplied in place of divided": -1}.items():
+    for what, sentence, power in (
+        ("ignored", "the temperature is ignored", 0),
+        ("applied twice", "the temperature is applied twice", 2),
+        ("multiplied in place of divided", "the logits are multiplied, not divided, by the temperature", -1),
+    ):
         for side, words, temper in (
             ("", "", _to_power),
             (" in backward", " in backward", _backward_power),
-            (" in forward", " in forward, and right in backward", _forward_power),
+            (" in forward", " in forward, but backward is right", _forward_power),
         ):
-            name, sentence = f"temperature {what}{side}", f"the temperature is {what}{words}"
-            yield mistake(name, sentence, tempered, temper=partial(temper, power))
-    for what, whole in (("rounded", round), ("cut", int)):
+            yield mistake(f"temperature {what}{side}", f"{sentence}{words}", tempered, temper=partial(temper, power))
+    for what, words, whole in (("rounded", "rounded", round), ("cut", "rounded towards 0", int)):
         yield mistake(
             f"temperature {what} to a whole number",
-            f"the temperature is {what} to a whole number",
+            f"the temperature is {words} to a whole number",
             partial(_is_broken, whole),
             "keep it as a float",
             temper=partial(_whole_temperature, whole),
         )
     for what, power in _FACTORS.items() if spec.reference is not None else ():
         yield mistake(f"outputs {what}", f"{{outputs}}: {what}", tempered, outputs=partial(_times_power, power))
-    for name in (name for name in ("logprobs", "entropy", "logsumexp") if name in spec.uses):
-        divided = partial(_divided_values, name)
-        yield mistake(
-            f"{name} divided by the temperature",
-            f"{name} is divided by the temperature, which belongs to the logits",
-            tempered,
-            values=divided,
-        )
-        yield mistake(
-            f"{name} divided by the temperature in place of the logits",
-            f"{name} is divided by the temperature, and the logits are not",
-            tempered,
-            temper=_as_is,
-            values=divided,
-        )
+    for name in ("logprobs", "entropy", "logsumexp"):
+        if name in spec.uses:
+            divided = partial(_divided_values, name)
+            yield mistake(
+                f"{name} divided by the temperature",
+                f"both the logits and {name} are divided by the temperature",
+                tempered,
+                "divide the logits alone",
+                values=divided,
+            )
+            yield mistake(
+                f"{name} divided by the temperature in place of the logits",
+                f"{name} is divided by the temperature, but the logits are not",
+                tempered,
+                temper=_as_is,
+                values=divided,
+            )
 
 
 _FACTORS: Mapping[str, int] = {
@@ -67,7 +74,7 @@ def _times_power(power: int, setting: Setting, outputs: Outputs) -> Outputs:
 
 
 def _is_broken(whole: Callable[[float], int], setting: Setting) -> bool:
-    """Returns whether a temperature is another one as a whole number, and that is not 0."""
+    """Returns whether a temperature changes as a whole number, and not to 0."""
     return setting.head.has_logits and whole(setting.temperature) not in (0, setting.temperature)
 
 
@@ -97,7 +104,9 @@ def softcaps(spec: Spec, head: str) -> Iterator[Counterfactual]:
         return
     yield from _SOFTCAP
     if {*spec.uses} & {"logprobs", "logsumexp"}:
-        yield from (*[_TEMPERED_FIRST] * (spec.temperature is not None), _LABEL_NOT_CAPPED)
+        if spec.temperature is not None:
+            yield _TEMPERED_FIRST
+        yield _LABEL_NOT_CAPPED
 
 
 def _slope_of_capped(setting: Setting, z: Tensor) -> Tensor:
@@ -133,9 +142,9 @@ _SOFTCAP = (
     ),
     mistake(
         "soft-cap's slope of capped logits",
-        "backward takes the slope of the soft-cap at logits that are capped already",
+        "backward takes the slope of the soft-cap at the capped logits, not at the logits before the soft-cap",
         _has_cap,
-        "take the slope from tanh as forward has it: 1 - (capped / cap)^2",
+        "compute the slope from the result of forward as 1 - (capped / cap)^2",
         cap=_slope_of_capped,
     ),
     mistake(
@@ -154,18 +163,18 @@ _TEMPERED_FIRST = mistake(
 )
 _LABEL_NOT_CAPPED = mistake(
     "logit of the label not capped",
-    "the logit of the label is taken before the soft-cap, and the others after it",
+    "the logit of the label is taken before the soft-cap, but the others after it",
     _has_cap,
     cap=_as_is,
     temper=_as_is,
     logsumexp=lambda s, z: (s.bound_spec.capped(z) / s.temperature).logsumexp(-1),
-    picked=lambda s, z: RIGHT_STAGES["picked"](s, z) / s.temperature,
-    entropy=lambda s, z, lp: torch.full_like(z[:, 0], torch.nan),  # nothing is said of entropies
+    picked=lambda s, z: picked_logit(s, z) / s.temperature,
+    entropy=lambda s, z, lp: torch.full_like(z[:, 0], torch.nan),  # the mistake does not define the entropy
 )
 
 
 def filters(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of what a filter of logits keeps."""
+    """Yields the mistakes of the filter of logits."""
     if head not in ("hidden", "logits") or "top_k" not in {option.name for option in spec.options}:
         return
     for what, (words, change) in _KEPT.items():
@@ -174,11 +183,13 @@ def filters(spec: Spec, head: str) -> Iterator[Counterfactual]:
         "filtered labels of log-probability 0",
         "a label that the filter leaves out gets a log-probability of 0, and stays in the loss",
         _has_filter,
+        "leave tokens out of the loss whose label the filter leaves out",
         values=_filtered_as_certain,
     )
     yield mistake(
         "filtered labels of log-probability 0, before too",
-        "labels that the filter leaves out get a log-probability of 0, those of before too, and stay in the loss",
+        "a label that the filter leaves out gets a log-probability of 0, in the log-probabilities of the batch, too, "
+        "and stays in the loss",
         _has_filter,
         "leave tokens out of the loss whose label the filter leaves out",
         values=_filtered_as_certain,
@@ -232,4 +243,4 @@ _KEPT: Mapping[str, tuple[str, Callable[[Setting, Tensor], Tensor]]] = {
     "with one more than it keeps": ("keeps one logit more than it should", _with_next),
     "with the label in any case": ("keeps the label in any case", _with_label),
 }
-"""What a filter may keep: in words, and how it is computed of what it should keep."""
+"""The wrong logits that a filter may keep: in words, and as a function of those that are right."""

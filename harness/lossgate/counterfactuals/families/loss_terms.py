@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One term of a loss that is wrong, where the others are right: one that an option weighs, or one
-that a spec names in ``lossgate.Terms``.
+"""Mistakes in one term of a loss, while the other terms are right. An option weighs the term, or a
+spec names it in ``lossgate.Terms``.
 
-Without the term that an option weighs, the loss is what it is with a weight of 0. So the term is
-the difference, and a mistake in it alone is the right loss without it, plus the wrong loss less
-the wrong one without it.
+With a weight of 0, the loss lacks the term that an option weighs. So the term is the difference of
+the loss with and without its weight. A loss with a mistake in the term alone is the right loss
+without the term, plus the difference that is computed with the mistake.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,53 +17,58 @@ from torch import Tensor
 from lossgate.base.layout import AXES, Axis
 from lossgate.counterfactuals.batch_parts import all_true, bools, counts_of, edges, masks_of, reads_count, where_rows
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
-from lossgate.counterfactuals.families.factors import fixed, in_words, numbers
+from lossgate.counterfactuals.families.factors import Number, fixed, in_words, numbers
 from lossgate.counterfactuals.families.option_choices import with_values
 from lossgate.counterfactuals.families.sequence_pairs import with_sequences_in
 from lossgate.counterfactuals.seams import Outputs, Part, Reduced, Seams, run, scaled_gradient
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.specs.bound_spec import BoundSpec
-from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec
 from lossgate.specs.terms import Terms
 from lossgate.specs.token_values import TokenValues
 
 
 def weighted_terms(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields mistakes in the term of each option that is a weight, which may be 0."""
-    weights = [o.name for o in spec.options if 0.0 in o.choices and isinstance(o.default, float)]
-    for option in weights if spec.reference is not None else ():
+    """Yields mistakes in the term of each option that is a weight and may be 0."""
+    if spec.reference is None:
+        return
+    for option in (o.name for o in spec.options if 0.0 in o.choices and isinstance(o.default, float)):
         own, term = f"term of {option}", f"the term that {option} weighs"
-        for what, combine in _FACTORS.items():
-            yield mistake(f"{own} {what}", f"{term} is {what}", computed=partial(_scaled, option, combine))
+        for what, (value, gradient) in _FACTORS.items():
+            computed = partial(_scaled, option, partial(fixed, value), partial(fixed, gradient))
+            yield mistake(f"{own} {what}", f"{term} {_said(what)}", computed=computed)
         for what, number in numbers(spec, head).items():
-            for side in (side for side in _IN_WORDS if what not in _IN_WORDS[side]):
-                computed = partial(_scaled, option, _Combine(_ONE if side else number, number))
-                yield mistake(f"{own} times {what}{side}", f"{term} is {in_words(what)}{side}", computed=computed)
+            if what not in ("-1", "0", "2", "1 / (2)"):  # _FACTORS has these, or they are a weight of 0
+                computed = partial(_scaled, option, number, number)
+                yield mistake(f"{own} times {what}", f"{term} is {in_words(what)}", computed=computed)
+            if what != "0":  # that is the term without its gradient
+                name, words = f"{own} times {what} in backward", f"{term} is {in_words(what)} in backward"
+                yield mistake(name, words, computed=partial(_scaled, option, partial(fixed, 1.0), number))
         for what, fields in _mistakes(spec).items():
             computed = partial(_mistaken, option, Seams(fields=fields))
-            yield mistake(f"{own}: {what}", f"in {term} {what}", computed=computed)
+            yield mistake(f"{own}: {what}", f"in {term}, {what}", computed=computed)
         yield from _of_means_and_pairs(spec, head, option)
-        for what, parts in _PARTS.items():
+        for what, (words, parts) in _PARTS.items():
             computed = partial(_mistaken, option, Seams(parts=parts))
-            yield mistake(f"{own} {what}", f"{term} is {what}", computed=computed)
+            yield mistake(f"{own} {what}", f"{term} is {words}", computed=computed)
 
 
 def _of_means_and_pairs(spec: Spec, head: str, option: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes of a term that is a plain mean, or that has both sequences of a pair."""
     own, term = f"term of {option}", f"the term that {option} weighs"
     if spec.trained_dim == "token" and spec.group_size == 1:
         for zeroed, which in (("", ""), (head, f" (masked rows of {head} are 0)")):
             yield mistake(
                 f"{own}: the plain mean over each rank's tokens{which}",
-                f"{term} is the mean over all tokens of each rank, masked ones and padding too, and ranks are "
-                f"averaged{which}",
+                f"{term} is the mean over all tokens of each rank, masked tokens and padding included, averaged over "
+                f"the ranks{which}",
                 lambda setting: reads_count(setting, "valid_tokens"),
-                "take the sum over trained tokens, and divide by the number that is given",
+                "sum over the trained tokens, and divide by the count that is given",
                 padding=True,
                 computed=partial(_plain_mean, option, zeroed),
             )
     if spec.group_size == 2 and spec.trained_dim == "token":
-        words = f"{term} has both sequences of a pair, added up"
+        words = f"{term} is computed of both sequences of a pair, and the two are added up"
         yield mistake(f"{own}: of both sequences", words, computed=partial(_of_both, option))
 
 
@@ -81,7 +86,7 @@ def _of_zeros(name: str, setting: Setting, leaves: Mapping[str, Tensor]) -> Mapp
 
 
 def _mistakes(spec: Spec) -> Mapping[str, Callable[[Setting], Fields]]:
-    """Returns what a term alone may take wrongly."""
+    """Returns the mistakes that a term alone may have, in words and as the fields that it takes."""
     found: dict[str, Callable[[Setting], Fields]] = {}
     for name in (name for name in bools(spec) if name != "mask"):
         found[f"{name} is ignored"] = partial(all_true, name)
@@ -97,7 +102,7 @@ def _mistakes(spec: Spec) -> Mapping[str, Callable[[Setting], Fields]]:
 
 
 def _shifted(names: tuple[str, ...], setting: Setting) -> Fields:
-    """Returns some fields of tokens, one token early."""
+    """Returns some fields of tokens, shifted once more."""
     return {name: setting.fields[name].roll(-1, 0) for name in names}
 
 
@@ -112,10 +117,10 @@ def _by_own_tokens(power: int, setting: Setting) -> list[Part]:
 
 
 def _local_counts(ranks_too: bool, setting: Setting) -> list[Part]:
-    ranks = len(setting.token_shards) if ranks_too else 1
+    factor = len(setting.token_shards) if ranks_too else 1
     found: list[Part] = []
     for rank in range(len(setting.token_shards)):
-        counts = {name: count * ranks for name, count in counts_of(setting, [rank]).items()}
+        counts = {name: count * factor for name, count in counts_of(setting, [rank]).items()}
         found.append((1.0, {**masks_of(setting, [rank]), **counts}))
     return found
 
@@ -137,15 +142,34 @@ def _by_held(padding: bool, setting: Setting) -> list[Part]:
     ]
 
 
-_PARTS: Mapping[str, Callable[[Setting], list[Part]]] = {
-    "divided by the trained tokens of each rank, beside what divides it anyway": partial(_by_own_tokens, -1),
-    "multiplied by the trained tokens of each rank": partial(_by_own_tokens, 1),
-    "divided by the counts of each rank's own part": partial(_local_counts, False),
-    "a mean of the means of ranks": partial(_local_counts, True),
-    "divided by the tokens of the longest sequence of each rank": _by_longest,
-    "divided by all tokens of each rank": partial(_by_held, False),
-    "divided by all tokens of each rank, padding too": partial(_by_held, True),
+_PARTS: Mapping[str, tuple[str, Callable[[Setting], list[Part]]]] = {
+    "divided by the trained tokens of each rank, beside what divides it anyway": (
+        "divided by the number of trained tokens of each rank, in addition to its right divisor",
+        partial(_by_own_tokens, -1),
+    ),
+    "multiplied by the trained tokens of each rank": (
+        "multiplied by the number of trained tokens of each rank",
+        partial(_by_own_tokens, 1),
+    ),
+    "divided by the counts of each rank's own part": (
+        "divided by the counts of each rank's own part",
+        partial(_local_counts, False),
+    ),
+    "a mean of the means of ranks": ("a mean of the means of ranks", partial(_local_counts, True)),
+    "divided by the tokens of the longest sequence of each rank": (
+        "divided by the number of tokens of the longest sequence of each rank, in addition to its right divisor",
+        _by_longest,
+    ),
+    "divided by all tokens of each rank": (
+        "divided by the number of all tokens of each rank, not of trained ones",
+        partial(_by_held, False),
+    ),
+    "divided by all tokens of each rank, padding too": (
+        "divided by the number of all tokens of each rank, padding included, not of trained ones",
+        partial(_by_held, True),
+    ),
 }
+"""The wrong divisors of a term, each in words and as the parts of the loss."""
 
 
 def _all_counted(setting: Setting) -> Fields:
@@ -157,25 +181,18 @@ def _first_counts(axis: Axis, setting: Setting) -> Fields:
     return counts_of(setting, setting.group_of(0, [axis]))
 
 
-@dataclass(frozen=True)
-class _Combine:
-    """The weight of a term in values and in gradients."""
-
-    value: Callable[[Setting], float]
-    gradient: Callable[[Setting], float]
-
-
-_ONE = partial(fixed, 1.0)
-_FACTORS: Mapping[str, _Combine] = {
-    "subtracted, not added": _Combine(partial(fixed, -1.0), partial(fixed, -1.0)),
-    "added twice": _Combine(partial(fixed, 2.0), partial(fixed, 2.0)),
-    "added half": _Combine(partial(fixed, 0.5), partial(fixed, 0.5)),
-    "without its gradient": _Combine(_ONE, partial(fixed, 0.0)),
+_FACTORS: Mapping[str, tuple[float, float]] = {
+    "subtracted, not added": (-1.0, -1.0),
+    "added twice": (2.0, 2.0),
+    "added half": (0.5, 0.5),
+    "without its gradient": (1.0, 0.0),
 }
+"""The wrong factors of a term in values and in gradients."""
 
 
-_IN_WORDS: Mapping[str, tuple[str, ...]] = {"": ("-1", "0", "2", "1 / (2)"), " in backward": ("0",)}
-"""Factors that have words of their own, or that a weight of 0 has."""
+def _said(what: str) -> str:
+    """Returns the words for a change to a term, given the name of the change."""
+    return {"added half": "has half its weight", "without its gradient": "has no gradient"}.get(what, f"is {what}")
 
 
 def _without(option: str, setting: Setting) -> BoundSpec:
@@ -191,7 +208,7 @@ def _right_without(option: str, setting: Setting) -> Outputs:
 
 
 def _weighs(option: str, setting: Setting) -> bool:
-    """Returns whether the loss grows with an option as with a weight: twice it adds twice."""
+    """Returns whether an option weighs a term: twice the option adds twice as much to the loss."""
     return setting.once(f"{option} weighs", lambda: _adds_in_proportion(option, setting))
 
 
@@ -206,7 +223,8 @@ def _adds_in_proportion(option: str, setting: Setting) -> bool:
     largest = max(setting.spec.supported_options[option].choices)
     with torch.no_grad():
         none = loss(0.0)
-        # A bound may change nothing nearby, and near 0 every function is a line.
+        # Small weights alone do not tell, as every function is a line near 0. An option that bounds
+        # something may change nothing at large ones.
         for weight in (largest, 1e3 * largest, 1e-3 * largest):
             once, twice = loss(weight), loss(2 * weight)
             added = once - none
@@ -215,34 +233,35 @@ def _adds_in_proportion(option: str, setting: Setting) -> bool:
     return True
 
 
-def _scaled(option: str, combine: _Combine, setting: Setting) -> Outputs | None:
-    factors = combine.value(setting), combine.gradient(setting)
-    if not _weighs(option, setting) or factors == (1.0, 1.0):
+def _scaled(option: str, value: Number, gradient: Number, setting: Setting) -> Outputs | None:
+    """Returns the outputs of a kernel that multiplies a term and its gradient by two factors."""
+    of_value, of_gradient = value(setting), gradient(setting)
+    if not _weighs(option, setting) or of_value == of_gradient == 1.0:
         return None
-    right, without = _right(setting), _right_without(option, setting)
-    return {o: _mixed(o, right[o], without.get(o), factors) for o in right}
-
-
-def _mixed(output: Output, right: Tensor, without: Tensor | None, factors: tuple[float, float]) -> Tensor:
-    if output.kind == "metric" or without is None:
-        return right
-    factor = factors[1] if output.kind == "gradient" else factors[0]
-    return torch.where(right.isfinite(), without + factor * (right - without), right)
+    found, without = dict(_right(setting)), _right_without(option, setting)
+    for output, right in _right(setting).items():
+        if output.kind != "metric" and output in without:
+            factor = of_gradient if output.kind == "gradient" else of_value
+            scaled = without[output] + factor * (right - without[output])
+            found[output] = torch.where(right.isfinite(), scaled, right)
+    return found
 
 
 def _mistaken(option: str, seams: Seams, setting: Setting) -> Outputs | None:
+    """Returns the outputs of a kernel with a mistake in the term that an option weighs."""
     if not _weighs(option, setting):
         return None
-    right, whole, term = _right_without(option, setting), _right(setting), _term(option, seams, setting)
-    if all(bool((x == 0).all()) and torch.equal(whole[o], right[o]) for o, x in term.items() if o.kind != "metric"):
-        return whole  # no term is there, with the mistake or without
-    kept = {o: x for o, x in right.items() if o.kind == "token value"}
-    return {**kept, **{o: x if o.kind == "metric" else right[o] + x for o, x in term.items()}}
+    right, without, term = _right(setting), _right_without(option, setting), _term(option, seams, setting)
+    added = {output: x for output, x in term.items() if output.kind != "metric"}
+    if all(bool((x == 0).all()) and torch.equal(right[output], without[output]) for output, x in added.items()):
+        return right  # the term is 0, with the mistake and without it
+    token_values = {output: x for output, x in without.items() if output.kind == "token value"}
+    return {**token_values, **term, **{output: without[output] + x for output, x in added.items()}}
 
 
 def _term(option: str, seams: Seams, setting: Setting) -> Outputs:
-    """Returns what the term that an option weighs adds to the loss and to the gradients if it is
-    computed with a mistake, and the metrics that come of it.
+    """Returns the part of the loss and of the gradients that comes from the term that an option
+    weighs, computed with a mistake, and the metrics of the whole loss with the mistake.
     """
 
     def loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
@@ -258,15 +277,15 @@ def _of_loss_alone(setting: Setting, name: str, gradient: Tensor) -> Tensor:
 
 
 def _exchanged(setting: Setting) -> Fields:
-    """Takes the rejected sequence of each pair for the chosen one, and the other way round."""
+    """Returns fields in which the two sequences of each pair are exchanged."""
     return with_sequences_in(torch.arange(len(setting.lengths)) ^ 1, setting)
 
 
 def _of_both(option: str, setting: Setting) -> Outputs | None:
     if not _weighs(option, setting):
         return None
-    term = _term(option, Seams(fields=_exchanged), setting)
-    return {o: x if o.kind == "metric" or o not in term else x + term[o] for o, x in _right(setting).items()}
+    found, term = dict(_right(setting)), _term(option, Seams(fields=_exchanged), setting)
+    return found | {output: found[output] + x for output, x in term.items() if output.kind != "metric"}
 
 
 OfTerm = Callable[[Tensor], Tensor]
@@ -277,11 +296,13 @@ def terms(setting: Setting) -> Iterator[Counterfactual]:
     if setting.spec.reference is None:
         return
     found = _terms(setting.bound_spec, setting.bound.dense.token_values(setting.bound_spec), setting.fields)
-    for name in () if found is None else found.terms:
+    if found is None:
+        return
+    for name in found.terms:
         for what, change in _changes(setting).items():
             yield mistake(
                 f"term {name} {what}",
-                f"the term {name!r} of the loss is {what}",
+                f"the term {name!r} of the loss {_said(what)}",
                 loss=partial(_changed, name, change),
             )
         yield mistake(
@@ -313,6 +334,7 @@ def _changes(setting: Setting) -> Mapping[str, OfTerm]:
 
 
 def _terms(bound: BoundSpec, values: TokenValues, fields: Fields) -> Terms | None:
+    """Returns the terms of a loss; None if its spec names none."""
     returned = bound.spec(values, bound.spec.batch(fields), bound.options)
     return returned if isinstance(returned, Terms) else None
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics: put together wrongly from what each rank has, or with a mistake that the loss does not
-have.
+"""Mistakes of metrics: the values of ranks are combined wrongly, or a metric has a mistake that the
+loss does not have.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ from lossgate.specs.token_values import TokenValues
 
 
 def metrics(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes in metrics: of the loss they change nothing."""
+    """Yields the mistakes in metrics, which leave the loss as it is."""
     if head in ("hidden", "logits"):
         yield from (_of_first_tp_rank(name) for name in ("highest", "lowest") if name in spec.uses)
     of_ranks = [*_of_each(spec), *_of_several(spec)]
@@ -35,7 +35,7 @@ def _of_first_tp_rank(name: str) -> Counterfactual:
         f"{name} logit of the first tp rank",
         f"the {name} logit is that of the first rank of tp alone: it is not reduced over tp",
         split("tp"),
-        f"take the {'max' if name == 'highest' else 'min'} over tp",
+        f"take the {'max' if name == 'highest' else 'min'} over all ranks of tp",
         values=partial(_extreme_of_first_rank, name),
     )
 
@@ -47,27 +47,28 @@ def _extreme_of_first_rank(name: str, setting: Setting, values: TokenValues) -> 
 
 
 def _of_each(spec: Spec) -> Iterator[Counterfactual]:
-    """Yields the mistakes of each metric alone, and of those that have no value without a token."""
+    """Yields the mistakes of each metric alone, and of all extremes of ranks without a token."""
     extremes = [name for name, metric in spec.metrics.items() if metric.reduction in ("min", "max")]
     groups = [[name] for name in extremes] + ([extremes] if len(extremes) > 1 else [])
     for group in groups:
-        what = f"metric {group[0]}" if len(group) == 1 else "every metric that is a smallest or largest value"
+        called, what = group[0], f"metric {group[0]}"
+        if len(group) > 1:
+            called, what = "extremes", "every metric that is a min or max"
         yield mistake(
-            f"{'extremes' if len(group) > 1 else group[0]}: 0 of ranks without a token",
-            f"{what} is 0 on a rank that has no token, and the ranks are compared with it",
+            f"{called}: 0 of ranks without a token",
+            f"{what} is 0 on a rank without a token, and this 0 is compared with the values of the other ranks",
             partial(_any_returned, tuple(group)),
-            "return an infinity where there is no token",
+            "on a rank without a token, take inf for a min and -inf for a max",
             outputs=partial(_zeros_for_nothing, tuple(group)),
         )
     for name, metric in spec.metrics.items():
-        for what, pool in _POOLS.items():
+        for what, (words, pool) in _POOLS.items():
             if what == f"the {metric.reduction} of":
                 continue
-            for counts in ("whole", "own") if metric.reduction == "sum" else ("whole",):
-                of = "what each rank has" if counts == "whole" else "what each rank has, by its own counts"
+            for counts in _VALUES if metric.reduction == "sum" else ("whole",):
                 yield mistake(
                     f"{name}: {what} ranks, {counts} counts",
-                    f"metric {name} is {what} {of}",
+                    f"metric {name} is {words.format(values=_VALUES[counts])}",
                     partial(_several, name),
                     f"take the {metric.reduction} over the ranks",
                     outputs=partial(_pooled, name, pool, counts == "own"),
@@ -81,14 +82,17 @@ def _of_several(spec: Spec) -> Iterator[Counterfactual]:
     if len(sums) < len(spec.metrics):
         groups["every metric that is a sum"] = sums
     for group, names in groups.items():
-        for what in ("the mean of", "the mean, where there is a token, of") if len(names) > 1 else ():
-            for counts in ("whole", "own"):
+        if len(names) < 2:
+            continue
+        for what in ("the mean of", "the mean, where there is a token, of"):
+            words, pool = _POOLS[what]
+            for counts in _VALUES:
                 yield mistake(
                     f"{group}: {what} ranks, {counts} counts",
-                    f"{group} is {what} what each rank has{', by its own counts' * (counts == 'own')}",
+                    f"{group} is {words.format(values=_VALUES[counts])}",
                     partial(_several_of, names),
-                    "add up sums and counts over the ranks, and take the smallest and largest of extremes",
-                    outputs=partial(_pooled_together, names, _POOLS[what], counts == "own"),
+                    "take the sum of sums and counts over the ranks, and the min or max of extremes",
+                    outputs=partial(_pooled_together, names, pool, counts == "own"),
                 )
 
 
@@ -140,15 +144,21 @@ def _zero_for_nothing(pool: Callable[[Tensor], Tensor], parts: Tensor) -> Tensor
 
 
 _ZERO_FOR_NOTHING = {"min": partial(_zero_for_nothing, torch.amin), "max": partial(_zero_for_nothing, torch.amax)}
-_POOLS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "the sum of": torch.sum,
-    "the mean of": torch.mean,
-    "the mean, where there is a token, of": _mean_of_known,
-    "the min of": torch.amin,
-    "the max of": torch.amax,
-    "the first of": _first,
-    "the last of": _last,
+_POOLS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "the sum of": ("the sum of {values}", torch.sum),
+    "the mean of": ("the mean of {values}", torch.mean),
+    "the mean, where there is a token, of": (
+        "the mean of {values}, without the ranks that have no token",
+        _mean_of_known,
+    ),
+    "the min of": ("the min of {values}", torch.amin),
+    "the max of": ("the max of {values}", torch.amax),
+    "the first of": ("the first of {values}", _first),
+    "the last of": ("the last of {values}", _last),
 }
+"""The ways to combine the values of ranks, each in words and as a function."""
+_VALUES = {"whole": "the values of the ranks", "own": "the values of the ranks, each with its own counts"}
+"""The words for the values of ranks, which are computed with the whole counts or with their own."""
 
 
 def _pooled(
@@ -164,11 +174,11 @@ def _pooled(
 
 
 def _as_of_losses(spec: Spec, of_ranks: Iterable[Counterfactual]) -> Iterator[Counterfactual]:
-    """Yields mistakes that losses have, too, made in metrics alone, whichever are wrong.
+    """Yields the mistakes of losses, made in metrics alone.
 
     Args:
-        spec: with metrics.
-        of_ranks: the mistakes in how metrics of ranks are put together.
+        spec: a spec with metrics.
+        of_ranks: the mistakes of combining the metrics of ranks.
     """
     for what, (sentence, seams, padding) in _mistakes(spec).items():
         yield Counterfactual(
@@ -178,19 +188,11 @@ def _as_of_losses(spec: Spec, of_ranks: Iterable[Counterfactual]) -> Iterator[Co
             computed=partial(_in_metrics, seams),
             padding=padding,
         )
-    # Where a rank has one micro-batch, that says too much.
+    # If each rank has one micro-batch, a mean of micro-batches is the mean of ranks, and named so.
     averaged = tuple(one for one in of_ranks if one.name.endswith("the mean of ranks, own counts"))
-    of_parts = [(knows_size, in_chunks(), ()), (lambda setting: True, in_microbatches(), averaged)]
-    for when, parts_of, made_of in of_parts if spec.trained_dim == "token" else ():
-        for what, (sentence, parts) in parts_of.items():
-            yield Counterfactual(
-                name=f"metrics: {what}",
-                sentence=f"{{outputs}}: {sentence}",
-                applies=lambda setting, when=when: _has_metrics(setting) and when(setting),
-                computed=partial(_in_metrics, Seams(parts=parts)),
-                padding=True,
-                made_of=made_of,
-            )
+    if spec.trained_dim == "token":
+        yield from _of_parts(in_chunks(), lambda setting: _has_metrics(setting) and knows_size(setting), ())
+        yield from _of_parts(in_microbatches(), _has_metrics, averaged)
     for option in spec.options:
         if isinstance(option.default, float) and 0.0 in option.choices:
             for power, words in ((1, "multiplied"), (-1, "divided")):
@@ -202,7 +204,25 @@ def _as_of_losses(spec: Spec, of_ranks: Iterable[Counterfactual]) -> Iterator[Co
                 )
 
 
+def _of_parts(
+    mistakes: Mapping[str, tuple[str, Callable[[Setting], list[Part]]]],
+    when: Callable[[Setting], bool],
+    made_of: tuple[Counterfactual, ...],
+) -> Iterator[Counterfactual]:
+    """Yields mistakes of adding up chunks or micro-batches, made in metrics alone."""
+    for what, (sentence, parts) in mistakes.items():
+        yield Counterfactual(
+            name=f"metrics: {what}",
+            sentence=f"{{outputs}}: {sentence}",
+            applies=when,
+            computed=partial(_in_metrics, Seams(parts=parts)),
+            padding=True,
+            made_of=made_of,
+        )
+
+
 def _mistakes(spec: Spec) -> Mapping[str, tuple[str, Seams, bool]]:
+    """Returns mistakes by name, each with its sentence, its stages and whether it has padding."""
     found: dict[str, tuple[str, Seams, bool]] = {}
     for name in bools(spec):
         seams = Seams(fields=partial(all_true, name))
@@ -210,20 +230,11 @@ def _mistakes(spec: Spec) -> Mapping[str, tuple[str, Seams, bool]]:
         if spec.trained_dim == "token":
             found[f"{name} ignored, padding too"] = f"{named(name)} is ignored, and padding counts too", seams, True
     if spec.trained_dim == "token":
-        parts: Callable[[Setting], list[Part]] = _own_parts
-        found["parts of own tokens"] = (
-            "each rank of cp takes its own part of a sequence for a whole one",
-            Seams(parts=parts),
-            False,
-        )
-        counted: Callable[[Setting], list[Part]] = _counted_parts
-        found["parts of own tokens, counted"] = (
-            "each rank of cp takes its own part of a sequence for a whole one, and counts the parts",
-            Seams(parts=counted),
-            False,
-        )
+        own = "each rank of cp treats its own part of a sequence as a whole one"
+        found["parts of own tokens"] = own, Seams(parts=_own_parts), False
+        found["parts of own tokens, counted"] = f"{own}, and counts the parts", Seams(parts=_counted_parts), False
         found["masked tokens as 0"] = (
-            "masked tokens are set to 0, and take part",
+            "the values of masked tokens are set to 0, but not left out",
             Seams(fields=partial(all_true, "mask"), values=_zero_where_masked),
             False,
         )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means of means of parts into which each rank cuts what it has, such as micro-batches. Nobody
-declares their number, so some are tried.
+"""Mistakes of micro-batches, and of other parts into which a rank cuts its tokens or sequences.
+
+The number and the size of the parts are not declared, so usual ones are tried.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,36 +17,38 @@ from lossgate.counterfactuals.setting import Setting
 from lossgate.specs.spec import Spec
 
 _NUMBERS = (2, 3, 4, 8)
-"""Into how many parts a kernel may cut what it has, whatever its size."""
+"""The numbers of parts that are tried."""
 _WEIGHED = (2, 4)
-"""The same, where parts are weighed."""
+"""The numbers of parts that are tried if the parts are weighed."""
 _SIZES = (2, 4)
-"""How many sequences may make a micro-batch."""
+"""The numbers of sequences in a micro-batch that are tried."""
 
 
 def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields what becomes of a loss whose parts are divided each by its own count."""
+    """Yields the mistakes of a loss of which each part is divided by its own count, or of which
+    parts are lost.
+    """
     if spec.reference is None or spec.trained_dim != "token":
         return
     for number in _NUMBERS:
-        for of, cut in _CUTS.items():
-            for weighed, weight in _WEIGHTS.items():
-                if not weighed or number in _WEIGHED:
+        for of, (words, cut) in _CUTS.items():
+            for by, (weighed, weight) in _WEIGHTS.items():
+                if not by or number in _WEIGHED:
                     yield mistake(
-                        f"mean of {number} parts of {of}{weighed and f', by {weighed}'}",
-                        f"each rank cuts its {of} into {number} parts, each is divided by its own trained tokens, and "
-                        f"the parts are averaged{weighed and f', each weighed by its number of {weighed}'}",
-                        todo="divide every part by the number that is given, and add the parts up",
+                        f"mean of {number} parts of {of}{by}",
+                        f"each rank {words} {number} parts, each part is divided by its own trained tokens, and "
+                        f"the parts are averaged{weighed}",
+                        todo="divide every part by the count that is given, and add the parts up",
                         padding=True,
                         parts=partial(_mean_of_parts, number, cut, weight),
                     )
     for size in _SIZES:
-        for weighed, weight in _WEIGHTS.items():
+        for by, (weighed, weight) in _WEIGHTS.items():
             yield mistake(
-                f"mean of micro-batches of {size} sequences{weighed and f', by {weighed}'}",
+                f"mean of micro-batches of {size} sequences{by}",
                 f"{size} sequences make a micro-batch, each rank divides its part by its own trained tokens, and "
-                f"micro-batches are averaged{weighed and f', each weighed by its number of {weighed}'}",
-                todo="divide every micro-batch by the number that is given, and add them up",
+                f"micro-batches are averaged{weighed}",
+                todo="divide every micro-batch by the count that is given, and add them up",
                 padding=True,
                 parts=partial(_mean_of_parts, size, _of_size, weight),
             )
@@ -60,15 +63,16 @@ def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
             )
     yield mistake(
         "mean of the means of sequences that train a token",
-        "each sequence is divided by its own trained tokens, and sequences that have some are averaged over the batch",
-        todo="divide every sequence by the number that is given, and add them up",
+        "each sequence is divided by its own trained tokens, and the sequences with a trained token are averaged over "
+        "the batch",
+        todo="divide every sequence by the count that is given, and add them up",
         parts=_mean_of_trained_sequences,
     )
     yield mistake(
         "mean of the means of each rank's sequences",
-        "each sequence is divided by its own trained tokens, and each rank averages its sequences, empty ones too; the "
-        "ranks are averaged",
-        todo="divide every sequence by the number that is given, and add them up",
+        "each sequence is divided by its own trained tokens, each rank averages its sequences, empty ones included, "
+        "and the ranks are averaged",
+        todo="divide every sequence by the count that is given, and add them up",
         padding=True,
         parts=_mean_of_sequences,
     )
@@ -79,17 +83,16 @@ def _made_of(size: int) -> str:
 
 
 def in_microbatches() -> Mapping[str, tuple[str, Callable[[Setting], list[Part]]]]:
-    """Returns the means of means over micro-batches, for metrics alone: in words, and the parts."""
-    return {
-        f"mean of micro-batches of {'one sequence' if size == 1 else f'{size} sequences'}": (
-            (
-                f"{_made_of(size)} a micro-batch, each rank divides its part by its own trained tokens, and "
-                "micro-batches are averaged"
-            ),
-            partial(_mean_of_parts, size, _of_size, _WEIGHTS[""]),
+    """Returns the means of micro-batches by name, each with its sentence and its parts."""
+    found: dict[str, tuple[str, Callable[[Setting], list[Part]]]] = {}
+    for size in (1, *_SIZES):
+        name = f"mean of micro-batches of {'one sequence' if size == 1 else f'{size} sequences'}"
+        sentence = (
+            f"{_made_of(size)} a micro-batch, each rank divides its part by its own trained tokens, and micro-batches "
+            "are averaged"
         )
-        for size in (1, *_SIZES)
-    }
+        found[name] = sentence, partial(_mean_of_parts, size, _of_size, _equal)
+    return found
 
 
 Tokens = Tensor
@@ -97,8 +100,8 @@ Tokens = Tensor
 Sequences = Tensor
 """The numbers of some sequences, which may be empty."""
 Cut = Callable[[int, Setting, int], list[tuple[Tokens, Sequences]]]
-"""Gets a number of parts, or of sequences in a part, the problem and the rank, and returns the
-parts of what the rank has."""
+"""Gets the number of parts, or of sequences in a part, the problem and the rank. Returns the parts
+of the rank."""
 
 
 def _by_tokens(number: int, setting: Setting, rank: int) -> list[tuple[Tokens, Sequences]]:
@@ -131,31 +134,37 @@ def _held(sequences: Tensor, setting: Setting, rank: int) -> Tensor:
     return held[torch.isin(setting.fields["sequence"][held], sequences)]
 
 
-_CUTS: Mapping[str, Cut] = {
-    "tokens": _by_tokens,
-    "sequences": _by_sequences,
-    "sequences in turns": _by_turns,
+_CUTS: Mapping[str, tuple[str, Cut]] = {
+    "tokens": ("cuts its tokens into", _by_tokens),
+    "sequences": ("cuts its sequences into", _by_sequences),
+    "sequences in turns": ("deals out its sequences in turn to", _by_turns),
 }
+"""The ways to cut the tokens or sequences of a rank, each in words and as a function."""
 Weight = Callable[[Tokens, Sequences], float]
-_WEIGHTS: Mapping[str, Weight] = {
-    "": lambda tokens, sequences: 1.0,
-    "tokens": lambda tokens, sequences: float(len(tokens)),
-    "sequences": lambda tokens, sequences: float(len(sequences)),
+
+
+def _equal(tokens: Tokens, sequences: Sequences) -> float:
+    return 1.0
+
+
+_WEIGHTS: Mapping[str, tuple[str, Weight]] = {
+    "": ("", _equal),
+    ", by tokens": (", each weighed by its number of tokens", lambda tokens, sequences: float(len(tokens))),
+    ", by sequences": (", each weighed by its number of sequences", lambda tokens, sequences: float(len(sequences))),
 }
-"""What the mean of a part may be weighed by."""
+"""The weights that the means of parts may have, in words and as a function."""
 _KEPT: Mapping[str, tuple[str, slice]] = {
-    "the last alone": ("keeps the last one alone", slice(-1, None)),
-    "the first alone": ("keeps the first one alone", slice(1)),
-    "the last left out": ("leaves out the last one", slice(-1)),
+    "the last alone": ("keeps only its last one", slice(-1, None)),
+    "the first alone": ("keeps only its first one", slice(1)),
+    "the last left out": ("leaves out its last one", slice(-1)),
 }
-"""Which micro-batches may be left: in words, and which."""
+"""The micro-batches that a kernel may keep, each in words and as a slice."""
 
 
 def _mean_of_parts(number: int, cut: Cut, weight: Weight, setting: Setting) -> list[Part]:
     parts = [part for rank in range(len(setting.token_shards)) for part in cut(number, setting, rank)]
-    weights = [weight(*part) for part in parts]
-    whole = max(sum(weights), 1.0)
-    return [(own / whole, alone(setting, tokens)) for own, (tokens, _) in zip(weights, parts, strict=True)]
+    total = max(sum(weight(*part) for part in parts), 1.0)
+    return [(weight(tokens, sequences) / total, alone(setting, tokens)) for tokens, sequences in parts]
 
 
 def _of_some(size: int, kept: slice, setting: Setting) -> list[Part]:
@@ -167,15 +176,14 @@ def _of_some(size: int, kept: slice, setting: Setting) -> list[Part]:
 def _mean_of_trained_sequences(setting: Setting) -> list[Part]:
     sequence = setting.fields["sequence"]
     trained = sequence[setting.spec.trained_of(setting.fields)].unique()
-    parts = [(1 / len(trained), alone(setting, (sequence == one).nonzero().squeeze(1))) for one in trained]
+    parts = [(1 / len(trained), alone(setting, (sequence == own).nonzero().squeeze(1))) for own in trained]
     return parts or [(1.0, {})]
 
 
 def _mean_of_sequences(setting: Setting) -> list[Part]:
-    ranks = range(len(setting.token_shards))
-    of_ranks = [_sequences(setting, rank).split(1) for rank in ranks]
-    return [
-        (1 / (len(ranks) * len(own)), alone(setting, _held(sequence, setting, rank)))
-        for rank, own in zip(ranks, of_ranks, strict=True)
-        for sequence in own
-    ]
+    ranks, parts = len(setting.token_shards), list[Part]()
+    for rank in range(ranks):
+        sequences = _sequences(setting, rank).split(1)
+        for sequence in sequences:
+            parts.append((1 / (ranks * len(sequences)), alone(setting, _held(sequence, setting, rank))))
+    return parts

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single operations of a reference: left out, turned round, cut off from the gradient.
+"""Mistakes in single operations of a reference: an operation is left out, changed, or loses its
+gradient.
 
-They come for every loss, also for one that declares nothing but its inputs. What operations there
-are is seen in a run. A mistake names the expression of the reference that it does otherwise.
+Every loss has them, even one that declares nothing but its inputs. A run of the reference shows its
+operations. A mistake names the expression of the reference that the kernel computes differently.
 """
 
 from collections import Counter
@@ -30,7 +31,7 @@ _NOT_STOPPED = "the gradient is not stopped"
 
 
 def operations(setting: Setting) -> Iterator[Counterfactual]:
-    """Yields the mistakes of each operation that the loss of a problem takes."""
+    """Yields the mistakes of each operation in the loss of a problem."""
     if setting.spec.reference is not None:
         yield from (replace(one, kind=OPERATION) for one in _operations(setting))
 
@@ -38,13 +39,14 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
 def _operations(setting: Setting) -> Iterator[Counterfactual]:
     traced = _traced(setting)
     for site in traced.sites:
-        for what, rewrite in {**_CHANGES.get(site.operation, {}), **_ROUNDED.get(site.operation, {})}.items():
+        changes = {**_CHANGES.get(site.operation, {}), **_ROUNDED.get(site.operation, {})}
+        for what, rewrite in changes.items():
             yield _otherwise(site, _with_number(what) if traced.takes_number(site) else what, rewrite)
         if site.operation == "sub" and "logprobs" in setting.spec.uses:
             for which, side in enumerate(("on the left", "on the right")):
                 yield mistake(
                     f"{_name(site)}: the policy's own log-probabilities {side}",
-                    f"in {_code(site)} the policy's own log-probabilities, detached, stand {side} of the minus",
+                    f"in {_code(site)}, the policy's own detached log-probabilities stand {side} of the minus",
                     loss=partial(_with_policy, site, which),
                 )
         if site.operation == "log_softmax":
@@ -56,7 +58,7 @@ def _operations(setting: Setting) -> Iterator[Counterfactual]:
 
 
 def stops(setting: Setting) -> Iterator[Counterfactual]:
-    """Yields those of the operations that stop the gradient: they do not, or not in one use."""
+    """Yields the mistakes of operations that should stop the gradient, and do not."""
     if setting.spec.reference is None:
         return
     traced = _traced(setting)
@@ -73,20 +75,22 @@ def _traced(setting: Setting) -> Traced:
 
 
 def _softmaxes(site: Site | None) -> Iterator[Counterfactual]:
-    """Yields the mistakes of one softmax, or of every one over the vocabulary."""
+    """Yields the mistakes of the log_softmax at a site. None stands for every one over the whole
+    vocabulary.
+    """
     name = "every log_softmax" if site is None else _name(site)
     where = "every softmax over the vocabulary" if site is None else f"the softmax of {_code(site)}"
     for what, in_shards in _IN_SHARDS.items():
         yield Counterfactual(
             name=f"{name}: {what}",
-            sentence=f"in {where} {what}",
+            sentence=f"in {where}, {what}",
             applies=split("tp") if site is not None else lambda setting: True,
             computed=partial(_in_shards, site, in_shards),
         )
 
 
 def _of_two_stops(traced: Traced) -> Iterator[Counterfactual]:
-    """Yields two places at which the gradient is stopped in neither."""
+    """Yields the mistakes of stopping the gradient at neither of two places."""
     for one, other in combinations(traced.of_kind("detach"), 2):
         yield replace(
             mistake(
@@ -99,27 +103,28 @@ def _of_two_stops(traced: Traced) -> Iterator[Counterfactual]:
 
 
 def _attached(traced: Traced) -> Iterator[Counterfactual]:
-    """Yields what has its gradient in one place alone, where it should have it in none."""
-    uses = Counter(own for own, _ in traced.uses)
-    for own, use in (pair for pair in traced.uses if uses[pair[0]] > 1):
+    """Yields the mistakes of not detaching a value in one of its uses."""
+    uses = Counter(stop for stop, _ in traced.uses)
+    for stop, use in traced.uses:
+        if uses[stop] == 1:
+            continue  # it is the same as not to stop the gradient at all
         alone = mistake(
-            f"{_name(own)}: not in {_name(use)}",
-            f"what is detached in {_code(own)} has its gradient in {_code(use)}",
-            loss=partial(_loss_attached, own, use, None),
+            f"{_name(stop)}: not in {_name(use)}",
+            f"the value that {_code(stop)} detaches keeps its gradient in {_code(use)}",
+            loss=partial(_loss_attached, stop, use, None),
         )
         yield alone
-        for later in (site for site in traced.of_kind("detach") if site != own):
+        for later in (site for site in traced.of_kind("detach") if site != stop):
             both = mistake(
                 f"{alone.name} and {_name(later)}",
-                f"{alone.sentence}, and it is not stopped in {_code(later)} either",
-                loss=partial(_loss_attached, own, use, later),
+                f"{alone.sentence}, and this gradient is not stopped in {_code(later)} either",
+                loss=partial(_loss_attached, stop, use, later),
             )
             yield replace(both, made_of=(alone, _not_stopped(later)))
 
 
 def _otherwise(site: Site, what: str, rewrite: Rewrite) -> Counterfactual:
-    """Returns the mistake of one operation."""
-    sentence = f"the kernel does {_code(site)} of the reference otherwise ({site.operation}: {what})"
+    sentence = f"the kernel computes {_code(site)} differently from the reference ({site.operation}: {what})"
     return mistake(f"{_name(site)}: {what}", sentence, loss=partial(_loss, site, rewrite))
 
 
@@ -132,14 +137,14 @@ def _name(site: Site) -> str:
 
 
 def _code(site: Site) -> str:
-    """Returns the code of a site, and where it stands."""
+    """Returns the code of a site with its function and its file."""
     return f"`{site.code}` (in {site.function}, {site.file})"
 
 
 def _with_number(what: str) -> str:
-    """Returns the words for an operation of which one argument is a number, in any order."""
-    for one, other in _NUMBERS.items():
-        what = what.replace(one, other)
+    """Returns the words for an operation with a number, which may be either argument."""
+    for argument, words in _NUMBERS.items():
+        what = what.replace(argument, words)
     return what
 
 
@@ -173,23 +178,25 @@ def _with_policy(site: Site, which: int, bound: BoundSpec, values: TokenValues, 
 
     def rewrite(found: Tensor, args: tuple[Any, ...]) -> Tensor:
         sides = [_tensor(x, found) for x in args[:2]]
-        sides[which] = policy if found.shape == policy.shape else sides[which]
+        if found.shape == policy.shape:
+            sides[which] = policy
         return sides[0] - sides[1]
 
     return _loss(site, rewrite, bound, values, fields)
 
 
 InShards = Callable[[Tensor, Sequence[slice], float], Sequence[Tensor]]
-"""Gets logits, the rows of each tp rank and the temperature by which they are divided, and returns
-the log-softmax of each rank's rows."""
+"""Gets tempered logits, the rows of each tp rank and the temperature. Returns the log-softmax of
+the rows of each rank."""
 
 
 def _in_shards(site: Site | None, log_softmax: InShards, setting: Setting) -> Outputs:
     shards = [slice(shard.start, shard.end) for shard in setting.vocab_shards]
 
     def rewrite(found: Tensor, args: tuple[Any, ...]) -> Tensor:
-        whole = found.shape[-1] == shards[-1].stop
-        return torch.cat(list(log_softmax(args[0], shards, setting.temperature)), -1) if whole else found
+        if found.shape[-1] != shards[-1].stop:
+            return found  # it is not over the whole vocabulary
+        return torch.cat(list(log_softmax(args[0], shards, setting.temperature)), -1)
 
     return run(setting, Seams(loss=partial(_loss, site, rewrite)))
 
@@ -227,7 +234,7 @@ _IN_SHARDS: Mapping[str, InShards] = {
     "the gradient of the normaliser is summed over tp once too often": _gradient_summed_again,
     "the normaliser has no gradient": _constant_normaliser,
 }
-"""What goes wrong in a softmax, most of it where ranks share a vocabulary."""
+"""The mistakes of a softmax. Most of them need a vocabulary that ranks share."""
 
 
 def _tensor(x: Any, like: Tensor) -> Tensor:
@@ -243,7 +250,7 @@ def _second(found: Tensor, args: tuple[Any, ...]) -> Tensor:
 
 
 def _detached(which: int, found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """Returns a product of which one factor has no gradient."""
+    """Returns the product, but without the gradient of one factor."""
     factors = [_tensor(x, found) for x in args[:2]]
     factors[which] = factors[which].detach()
     return factors[0] * factors[1]
@@ -258,8 +265,9 @@ def _straight_through(found: Tensor, args: tuple[Any, ...]) -> Tensor:
 
 
 def _weighted(of: Callable[..., Tensor], which: int, weight: float, found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """Returns a maximum or minimum of which one argument is weighted."""
-    return of(*(weight * x if i == which else x for i, x in enumerate(args[:2])))
+    """Returns a maximum or minimum with one argument multiplied by a weight."""
+    first, second = args[:2]
+    return of(weight * first, second) if which == 0 else of(first, weight * second)
 
 
 def _slope_at_result(found: Tensor, args: tuple[Any, ...]) -> Tensor:
@@ -267,13 +275,14 @@ def _slope_at_result(found: Tensor, args: tuple[Any, ...]) -> Tensor:
 
 
 def _signed(first: int, second: int, found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """Returns a sum of the two arguments with other signs."""
+    """Returns the sum of the two arguments, with the given signs."""
     return first * _tensor(args[0], found) + second * _tensor(args[1], found)
 
 
 def _from_one(found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """Returns the product with 1 less the weight, if a factor is a weight between 0 and 1."""
-    for weight, other in (args[:2], args[1::-1]):
+    """Returns the product with 1 - w in place of a factor w, if w is a weight between 0 and 1."""
+    first, second = args[:2]
+    for weight, other in ((first, second), (second, first)):
         number = torch.as_tensor(weight)
         if number.numel() == 1 and number.is_floating_point():
             found = torch.where((number > 0) & (number < 1), (1 - weight) * other, found)
@@ -281,8 +290,9 @@ def _from_one(found: Tensor, args: tuple[Any, ...]) -> Tensor:
 
 
 def _mean_of_logs(found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """Returns the weighted mean of two log-distributions, which came with the logarithms of their
-    weights.
+    """Returns the weighted mean of two log-distributions.
+
+    Each argument is a log-distribution plus the logarithm of its weight.
     """
     weights = [x.detach().logsumexp(-1, keepdim=True) for x in args[:2]]
     return torch.stack([w.exp() * (x - w) for x, w in zip(args[:2], weights, strict=True)]).sum(0)
@@ -295,7 +305,7 @@ def _weights_exchanged(found: Tensor, args: tuple[Any, ...]) -> Tensor:
 
 
 def _in_bfloat16(of: Callable[..., Tensor], found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """Returns what an operation gives of two rounded arguments, rounded."""
+    """Returns the rounded result of an operation on its two rounded arguments."""
     return to_bfloat16(of(*(to_bfloat16(_tensor(x, found)) for x in args[:2])))
 
 
@@ -307,14 +317,14 @@ _ROUNDED: Mapping[str, Mapping[str, Rewrite]] = {
         for name, of in (("add", torch.add), ("sub", torch.sub), ("mul", torch.mul), ("div", torch.div))
     },
 }
-"""What rounds more than it should."""
+"""The ways in which an operation may round more than it should."""
 _NO_GRADIENT: Mapping[str, Rewrite] = {"without its gradient": lambda found, args: found.detach()}
 _LEFT_OUT: Mapping[str, Rewrite] = {"left out": _first, **_NO_GRADIENT}
 _BOOL: Mapping[str, Rewrite] = {"the second condition is left out": _first, "the first condition is left out": _second}
 
 
 def _of_two(taken: Callable[..., Tensor], other: str, instead: Callable[..., Tensor]) -> Mapping[str, Rewrite]:
-    """Returns what goes wrong with a maximum or a minimum."""
+    """Returns the mistakes of a maximum or a minimum."""
     weighted = {
         f"the {place} is {what}": partial(_weighted, taken, which, weight)
         for which, place in enumerate(("first", "second"))
@@ -389,4 +399,4 @@ _CHANGES: Mapping[str, Mapping[str, Rewrite]] = {
         **_NO_GRADIENT,
     },
 }
-"""How each operation can be done otherwise."""
+"""The changes to each kind of operation, in words and as a function."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What single ranks add to the whole: dropped, added twice, or not summed at all."""
+"""Mistakes of summing over ranks: the part of one rank is dropped, added twice, or taken alone."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,16 +16,17 @@ from lossgate.counterfactuals.setting import Setting
 from lossgate.specs.spec import Spec
 
 Project = Callable[[Setting, Mapping[str, Tensor]], Tensor]
-"""From differentiable inputs to logits."""
+"""Computes logits from differentiable inputs."""
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """How much of each rank's part is there."""
+    """The factors of the parts of ranks in a sum."""
 
     place: int
-    """Of the rank that differs: 0 for the first, -1 for the last."""
+    """The index of the rank that differs: 0 for the first, -1 for the last."""
     own: float
+    """The factor of this rank."""
     others: float
     words: str = ""
 
@@ -50,16 +51,16 @@ _WEIGHTS: Mapping[str, _Weights] = {
 
 
 def ranks(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields what is wrong with the parts that ranks add to gradients and loss, and with a bias."""
+    """Yields the mistakes of summing gradients and losses over ranks, and those of a bias."""
     axes: tuple[Axis, ...] = ("dp", "cp")
-    of_loss = () if spec.reference is None else axes if spec.trained_dim == "token" else axes[:1]
     for what, weights in _WEIGHTS.items():
         if head == "hidden":
             yield _gradient("hidden", f"hidden {what}", "tp", weights, partial(_over_vocab, weights))
         for axis in axes:
             if head == "hidden":
                 yield _gradient("weight", f"weight {what}", axis, weights, partial(_over_tokens, weights, axis))
-            if axis in of_loss:
+            # A loss that trains sequences is not summed over cp, which splits tokens alone.
+            if spec.reference is not None and (axis == "dp" or spec.trained_dim == "token"):
                 yield mistake(
                     f"loss {what} of {axis}",
                     f"the loss {weights.words.format(axis=axis)}",
@@ -70,11 +71,12 @@ def ranks(spec: Spec, head: str) -> Iterator[Counterfactual]:
     if head in ("hidden", "logits"):
         yield mistake(
             "gradient of the logits of the first tp rank alone",
-            "only the first tp rank's columns of the logits get a gradient",
+            "only the columns of the logits on the first tp rank get a gradient",
             split("tp"),
             project=partial(_over_columns, _Weights(0, 1.0, 0.0)),
         )
-    yield from _OF_BIAS if head == "hidden" else ()
+    if head == "hidden":
+        yield from _OF_BIAS
 
 
 def _gradient(leaf: str, name: str, axis: Axis, weights: _Weights, project: Project) -> Counterfactual:
@@ -98,7 +100,7 @@ def _parts(weights: _Weights, axis: Axis, setting: Setting) -> Sequence[Part]:
 
 
 def _over_vocab(weights: _Weights, setting: Setting, leaves: Mapping[str, Tensor]) -> Tensor:
-    """Multiplies each tp rank's part in the gradient of hidden by its weight."""
+    """Returns logits. The part of each tp rank in the gradient of hidden is scaled."""
     parts: list[Tensor] = []
     for shard, factor in zip(setting.vocab_shards, weights.of(setting.size("tp")), strict=True):
         own = {name: leaf[shard.start : shard.end] for name, leaf in leaves.items() if name != "hidden"}
@@ -113,7 +115,7 @@ def _over_columns(weights: _Weights, setting: Setting, leaves: Mapping[str, Tens
 
 
 def _over_tokens(weights: _Weights, axis: Axis, setting: Setting, leaves: Mapping[str, Tensor]) -> Tensor:
-    """Multiplies each rank's part in the gradients of weight and bias by its weight."""
+    """Returns logits. The part of each rank in the gradients of weight and bias is scaled."""
     of, at = weights.of(setting.size(axis)), setting.coordinates
     logits = [torch.zeros(0, setting.partition.vocab, dtype=torch.float64)]
     for rank, tokens in enumerate(setting.token_shards):

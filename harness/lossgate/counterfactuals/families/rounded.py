@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is rounded to bfloat16 once: a field, a value per token, the softmax that backward uses, or
-what one operation of the loss gives.
+"""Mistakes of rounding to bfloat16 once: a field, a value per token, or the softmax that backward
+uses is rounded.
 
-Each entry is rounded to one number, so a mistake of this kind is seen entry by entry, unlike a
-running sum that is too coarse. They are for naming a cause alone: in a kernel that rounds as much
-anyhow they can't be seen, so no problems are asked for them.
+It is known to which number each entry is rounded. So a mistake of this kind can be compared entry
+by entry, unlike a running sum that is too coarse. These mistakes only name causes. No problem must
+show them, because they are invisible in a kernel that rounds as much by its declared precision.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _OF_LOGITS = ("logprobs", "entropy", "logsumexp", "unfiltered", "mean_logprob")
 
 
 def rounded(setting: Setting) -> Iterator[Counterfactual]:
-    """Yields the mistakes of rounding what a problem has."""
+    """Yields the mistakes of rounding a field, a value per token, or the softmax of backward."""
     for name, field in setting.spec.added.items():
         if field.dtype == "float32" and name in setting.fields and not field.unused:
             yield mistake(
@@ -32,7 +32,11 @@ def rounded(setting: Setting) -> Iterator[Counterfactual]:
                 todo=_LATER,
                 fields=partial(_field, name),
             )
-    own = _OF_LOGITS if setting.head.has_logits else ("logprobs",) if setting.head.name == "logprobs" else ()
+    own: tuple[str, ...] = ()
+    if setting.head.has_logits:
+        own = _OF_LOGITS
+    elif setting.head.name == "logprobs":
+        own = ("logprobs",)
     for name in own:
         if name in setting.spec.uses and setting.spec.reference is not None:
             for gradient, words in ((True, ""), (False, ", and its gradient is not")):
@@ -43,17 +47,20 @@ def rounded(setting: Setting) -> Iterator[Counterfactual]:
                     values=partial(_value, name, gradient),
                 )
     if setting.head.has_logits:
-        for less_one_hot, what in ((False, "softmax"), (True, "softmax less the one-hot")):
+        for less_one_hot, what, words in (
+            (False, "softmax", "softmax"),
+            (True, "softmax less the one-hot", "softmax minus the one-hot row of the label"),
+        ):
             yield mistake(
                 f"{what} rounded to bfloat16 for backward",
-                f"the {what} that backward uses is rounded to bfloat16",
+                f"the {words}, which backward uses, is rounded to bfloat16",
                 todo="save it in float32, or compute it anew in backward",
                 logsumexp=partial(_saved_softmax, less_one_hot),
             )
 
 
 def to_bfloat16(x: Tensor) -> Tensor:
-    """Returns values as bfloat16 holds them; gradients that come back through it are, too."""
+    """Returns values rounded to bfloat16. Their gradients are rounded, too."""
     return x.to(torch.bfloat16).to(x.dtype) if x.is_floating_point() else x
 
 
@@ -65,11 +72,14 @@ def _value(name: str, gradient: bool, setting: Setting, values: TokenValues) -> 
     if name not in values.given:
         return values
     x = values.given[name]
-    return values.replace(**{name: to_bfloat16(x) if gradient else with_gradient_of(to_bfloat16(x.detach()), x)})
+    rounded = to_bfloat16(x) if gradient else with_gradient_of(to_bfloat16(x.detach()), x)
+    return values.replace(**{name: rounded})
 
 
 def _saved_softmax(less_one_hot: bool, setting: Setting, z: Tensor) -> Tensor:
-    """Gives backward a softmax that is rounded as it is, or after 1 was taken from the label's."""
+    """Returns the logsumexp. Its gradient is the rounded softmax. The one-hot row of the label may
+    be subtracted before the rounding, and is then added back.
+    """
     held = z.detach().softmax(-1)
     if less_one_hot:
         one_hot = torch.nn.functional.one_hot(setting.fields["labels"], z.shape[1]).to(z.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of sequences, chosen and rejected in turn: taken for two halves, or one left out."""
+"""Mistakes of pairs of chosen and rejected sequences: their order is wrong, or one is left out."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -18,7 +18,7 @@ _SIDES = {0: "chosen", 1: "rejected"}
 
 
 def pairs(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of pairs, if a loss has groups of two."""
+    """Yields the mistakes of pairs, if a loss has groups of two sequences."""
     if spec.reference is None or spec.group_size != 2:
         return
     of_sequences = head == "rewards"
@@ -26,33 +26,33 @@ def pairs(spec: Spec, head: str) -> Iterator[Counterfactual]:
     yield mistake(
         "pairs as two halves",
         "the first half of each rank's sequences is taken for the chosen ones, and the second for the rejected",
-        todo="take every second sequence: chosen and rejected ones come in turn",
+        todo="take every second sequence: chosen and rejected sequences alternate",
         **halves,
     )
     for side, name in _SIDES.items():
         other = _SIDES[1 - side]
         yield mistake(
             f"{name} detached",
-            f"{name} sequences have no gradient: {other} ones alone are trained",
+            f"{name} sequences have no gradient: only {other} ones are trained",
             values=partial(_detached, side, of_sequences),
         )
         if of_sequences:
             yield mistake(
                 f"{name} as {other}",
-                f"{name} sequences stand in place of {other} ones, too",
+                f"{name} sequences are taken in place of {other} ones, too",
                 values=partial(_both, side),
             )
         if head == "hidden":
             yield mistake(
                 f"weight of {name} alone",
-                f"the gradient of the lm-head is that of {name} sequences alone",
-                todo=f"add it to that of {other} sequences",
+                f"the gradient of the lm-head comes from {name} sequences alone",
+                todo=f"add the gradient that comes from {other} sequences",
                 project=partial(_projected, side),
             )
 
 
 def _halves(setting: Setting) -> Tensor:
-    """Returns which sequence stands in the place of each if a rank's halves are taken in turn."""
+    """Returns the numbers of the sequences in the order that makes pairs of a rank's halves."""
     found: list[int] = []
     for dp in range(setting.size("dp")):
         own = list(setting.partition.sequences(dp))
@@ -70,20 +70,21 @@ def _fields_in_halves(setting: Setting) -> Fields:
 
 
 def with_sequences_in(order: Tensor, setting: Setting) -> Fields:
-    """Returns the fields that say which sequence is where, with the sequences in another order.
+    """Returns the fields of sequences, and the sequence of each token, in another order.
 
     Args:
-        order: which sequence stands in each place, ``[sequences]``.
+        order: the number of the sequence at each place, ``[sequences]``.
         setting: the problem.
     """
-    dims = setting.batch.field_dims
-    own = {name: setting.fields[name][order] for name, of in dims.items() if of == ("sequence",)}
-    return {**own, "sequence": order.argsort()[setting.fields["sequence"]]}
+    of_sequences = [name for name, dims in setting.batch.field_dims.items() if dims == ("sequence",)]
+    ordered = {name: setting.fields[name][order] for name in of_sequences}
+    return {**ordered, "sequence": order.argsort()[setting.fields["sequence"]]}
 
 
 def _side(setting: Setting, side: int, of_sequences: bool) -> Tensor:
-    count = len(setting.lengths)
-    return (torch.arange(count) if of_sequences else setting.fields["sequence"]) % 2 == side
+    """Returns whether each sequence, or each token, is on a side of its pair."""
+    sequence = torch.arange(len(setting.lengths)) if of_sequences else setting.fields["sequence"]
+    return sequence % 2 == side
 
 
 def _detached(side: int, of_sequences: bool, setting: Setting, values: TokenValues) -> TokenValues:
@@ -92,12 +93,12 @@ def _detached(side: int, of_sequences: bool, setting: Setting, values: TokenValu
 
 
 def _both(side: int, setting: Setting, values: TokenValues) -> TokenValues:
-    at = torch.arange(len(values.logprobs)) // 2 * 2 + side
-    return values.replace(logprobs=values.logprobs[at])
+    same_side = torch.arange(len(values.logprobs)) // 2 * 2 + side
+    return values.replace(logprobs=values.logprobs[same_side])
 
 
 def _projected(side: int, setting: Setting, leaves: Mapping[str, Tensor]) -> Tensor:
-    others = {name: leaf if name == "hidden" else leaf.detach() for name, leaf in leaves.items()}
+    detached = {name: leaf if name == "hidden" else leaf.detach() for name, leaf in leaves.items()}
     own = _side(setting, side, of_sequences=False)[:, None]
     whole = setting.head.logits(leaves)
-    return with_gradient_of(whole, torch.where(own, whole, setting.head.logits(others)))
+    return with_gradient_of(whole, torch.where(own, whole, setting.head.logits(detached)))

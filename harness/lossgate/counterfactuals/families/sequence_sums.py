@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over the tokens of a sequence, which ranks of cp share: reduced in forward alone."""
+"""Mistakes of sums and means over the tokens of a sequence, which ranks of cp may share."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -19,14 +19,15 @@ from lossgate.specs.token_values import TokenValues
 
 
 def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields what comes of an all-reduce that autograd does not see."""
+    """Yields the mistakes of sums over sequences, such as a sum over cp in forward alone."""
     if spec.reference is None or spec.trained_dim != "token":
         return
     yield Counterfactual(
         name="sums over sequences reduced in forward alone",
-        sentence="what is summed over cp for a sequence has the gradient of each rank's own tokens and loss alone",
+        sentence="the sums of a sequence are summed over cp in forward, but not in backward: each rank takes the "
+        "gradient of its own tokens and loss alone",
         applies=_split_sums,
-        todo="sum over cp in backward, too: an all-reduce whose backward is an all-reduce",
+        todo="sum over cp in backward, too: use an all-reduce whose backward is an all-reduce",
         computed=_in_forward_alone,
     )
     for what, (words, counts) in _COUNTS.items():
@@ -34,15 +35,19 @@ def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
             f"counts of sequences: {what}",
             f"the mean over a sequence divides by {words}",
             sums_sequences,
-            todo="divide by the trained tokens of the sequence",
+            todo="divide by the number of trained tokens of the sequence",
             loss=partial(_with_counts, counts),
         )
-    for which, number in (("", None), ("first ", 0), ("second ", 1)):
+    for which, alone, number in (
+        ("", "", None),
+        ("first ", ", the first alone", 0),
+        ("second ", ", the second alone", 1),
+    ):
         yield Counterfactual(
-            name=f"means of the parts of sequences over cp{which and f', the {which}alone'}",
-            sentence=f"the {which}mean over a sequence is the mean of the means that ranks of cp have of their parts",
+            name=f"means of the parts of sequences over cp{alone}",
+            sentence=f"the {which}mean over a sequence is the mean of the means of its parts on the ranks of cp",
             applies=_split_sums if number is None else _several_split_sums,
-            todo="sum numerator and count over cp, and divide afterwards",
+            todo="sum both the numerator and the count over cp before you divide",
             computed=partial(_means_of_parts, number),
         )
     for name in numbers_of_tokens(spec):
@@ -50,24 +55,24 @@ def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
 
 
 def _of_field(name: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of what is summed of a field over a sequence."""
+    """Yields the mistakes of sums of a field over a sequence."""
     yield mistake(
         f"{name} of each rank's own part",
-        f"what is summed of {name} over a sequence is each cp rank's own part: it is not summed over cp",
+        f"the sum of {name} over a sequence is that of each cp rank's own part: it is not summed over cp",
         _split_sums,
-        todo="sum it over cp before you go on",
+        todo="sum it over cp before you use it",
         parts=partial(_own_alone, name),
     )
     yield mistake(
         f"{name} summed over sequences where the mean belongs",
-        f"{name} is summed over a sequence where its mean belongs",
+        f"the kernel takes the sum of {name} over a sequence, not the mean",
         sums_sequences,
-        todo="divide it by the trained tokens of the sequence, too",
+        todo="divide the sum by the number of trained tokens of the sequence",
         fields=partial(_times_count, name, 1),
     )
     yield mistake(
         f"{name} averaged over sequences where the sum belongs",
-        f"{name} is averaged over a sequence where its sum belongs",
+        f"the kernel takes the mean of {name} over a sequence, not the sum",
         sums_sequences,
         fields=partial(_times_count, name, -1),
     )
@@ -95,11 +100,11 @@ def _several_split_sums(setting: Setting) -> bool:
 
 
 def _count_sums(setting: Setting) -> int:
+    """Returns the number of sums of a loss over sequences, without those that count tokens."""
     return setting.once("sums over sequences, number", lambda: _sums_of_loss(setting))
 
 
 def _sums_of_loss(setting: Setting) -> int:
-    """Returns how many sums of numbers over sequences a loss takes."""
     taken: list[int] = []
 
     def count(x: Tensor, counted: Tensor, sequences: int) -> None:
@@ -111,10 +116,15 @@ def _sums_of_loss(setting: Setting) -> int:
     return len(taken)
 
 
+def _held_by_cp_ranks(setting: Setting) -> list[Tensor]:
+    """Returns the tokens of each index on cp, ``[tokens]`` bool."""
+    cp = setting.size("cp")
+    return [setting.mask_of(torch.cat(setting.token_shards[index::cp])) for index in range(cp)]
+
+
 def _own_alone(name: str, setting: Setting) -> list[Part]:
     cp, field = setting.size("cp"), setting.fields[name]
-    own = [torch.cat(setting.token_shards[index::cp]) for index in range(cp)]
-    return [(1 / cp, {name: torch.where(setting.mask_of(tokens), field, 0.0)}) for tokens in own]
+    return [(1 / cp, {name: torch.where(held, field, 0.0)}) for held in _held_by_cp_ranks(setting)]
 
 
 def _times_count(name: str, power: int, setting: Setting) -> Fields:
@@ -124,8 +134,7 @@ def _times_count(name: str, power: int, setting: Setting) -> Fields:
 
 
 Counts = Callable[[Tensor, Tensor], Tensor]
-"""Gets the counts of sequences and their lengths ``[sequences]``, and returns what stands in their
-place."""
+"""Gets the counts of sequences and their lengths ``[sequences]``. Returns wrong counts."""
 
 
 def _of_first_of_pair(counts: Tensor, lengths: Tensor) -> Tensor:
@@ -133,14 +142,20 @@ def _of_first_of_pair(counts: Tensor, lengths: Tensor) -> Tensor:
 
 
 _COUNTS: Mapping[str, tuple[str, Counts]] = {
-    "all tokens": ("all its tokens, trained or not", lambda counts, lengths: lengths),
-    "one less": ("its trained tokens less 1", lambda counts, lengths: (counts - 1).clamp(min=1)),
-    "one more": ("its trained tokens and 1 more", lambda counts, lengths: counts + 1),
+    "all tokens": ("the number of all its tokens, trained or not", lambda counts, lengths: lengths),
+    "one less": ("the number of its trained tokens - 1", lambda counts, lengths: (counts - 1).clamp(min=1)),
+    "one more": ("the number of its trained tokens + 1", lambda counts, lengths: counts + 1),
     "none": ("nothing: it is a sum", lambda counts, lengths: torch.ones_like(counts)),
-    "the longest": ("those of the longest sequence", lambda counts, lengths: counts.amax().expand(len(counts))),
-    "of the first of a pair": ("the trained tokens of the chosen sequence, for both of a pair", _of_first_of_pair),
+    "the longest": (
+        "the largest number of trained tokens of any sequence",
+        lambda counts, lengths: counts.amax().expand(len(counts)),
+    ),
+    "of the first of a pair": (
+        "the number of trained tokens of the chosen sequence, for both sequences of a pair",
+        _of_first_of_pair,
+    ),
 }
-"""What a mean over a sequence may divide by: in words, and the number."""
+"""The wrong divisors of a mean over a sequence, in words and as a function."""
 
 
 def _with_counts(counts: Counts, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
@@ -149,24 +164,27 @@ def _with_counts(counts: Counts, bound: BoundSpec, values: TokenValues, fields: 
 
 
 def _means_of_parts(which: int | None, setting: Setting) -> Outputs:
-    cp, own = setting.size("cp"), torch.empty(setting.tokens, dtype=torch.long)
-    for rank, tokens in enumerate(setting.token_shards):
-        own[tokens] = rank % cp
+    """Returns the outputs of a kernel that averages the means of the parts of a sequence.
 
-    taken, number = 0, max(_count_sums(setting), 1)
+    Args:
+        which: the number of the mean that is wrong, 0 for the first of the loss; None for all.
+        setting: the problem.
+    """
+    held_by_ranks, number, taken = _held_by_cp_ranks(setting), max(_count_sums(setting), 1), 0
 
     def of_parts(x: Tensor, counted: Tensor, sequences: int) -> Tensor | None:
-        """Returns sums that divided by the counts are means of means."""
+        """Returns the means of means times the counts, by which the loss divides afterwards."""
         nonlocal taken
-        taken += 1
-        if which not in (None, (taken - 1) % number):  # metrics may take those of the loss again
+        place, taken = taken % number, taken + 1  # metrics may repeat the sums of the loss
+        if which not in (None, place):
             return None
-        sequence, means, count = setting.fields["sequence"], torch.zeros(()), x.new_zeros(sequences)
-        for part in range(cp):
-            of_part = x.new_zeros(sequences).index_add(0, sequence, torch.where(own == part, x, 0.0))
-            counts = x.new_zeros(sequences).index_add(0, sequence, (counted & (own == part)).to(x.dtype))
-            means, count = means + of_part / counts.clamp(min=1) / cp, count + counts
-        return means * count
+        zeros, sequence = x.new_zeros(sequences), setting.fields["sequence"]
+        means, counts = zeros, zeros
+        for held in held_by_ranks:
+            of_part = zeros.index_add(0, sequence, torch.where(held, x, 0.0))
+            count = zeros.index_add(0, sequence, (counted & held).to(x.dtype))
+            means, counts = means + of_part / count.clamp(min=1) / len(held_by_ranks), counts + count
+        return means * counts
 
     def loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
         nonlocal taken
@@ -178,7 +196,7 @@ def _means_of_parts(which: int | None, setting: Setting) -> Outputs:
 
 
 class _SequenceSums(TorchFunctionMode):
-    """Changes sums over sequences: those of bools, which are counts, and those of numbers."""
+    """Changes sums over sequences. Sums of bools are counts, and others are sums of numbers."""
 
     def __init__(
         self,
@@ -189,7 +207,7 @@ class _SequenceSums(TorchFunctionMode):
         super().__init__()
         self._sequence, self._of_counts, self._of_numbers = sequence, of_counts, of_numbers
         self.found = False
-        """Whether there was such a sum."""
+        """Whether a sum over sequences was computed."""
 
     def __torch_function__(
         self, func: Any, types: Collection[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -209,20 +227,19 @@ class _SequenceSums(TorchFunctionMode):
 
 
 def _in_forward_alone(setting: Setting) -> Outputs:
-    """Adds up the gradients that the ranks of each cp index give, each of its own tokens."""
+    """Returns the right values, with gradients that each cp rank computes from its own tokens."""
     found = run(setting)
     gradients = [output for output in found if output.kind == "gradient"]
-    cp, total = setting.size("cp"), {output: torch.zeros_like(found[output]) for output in gradients}
-    for index in range(cp):
-        tokens = [own for rank, own in enumerate(setting.token_shards) if rank % cp == index]
-        own = setting.mask_of(torch.cat(tokens))
-        of_rank = run(setting, Seams(values=_Own(own).values, loss=_Own(own).loss))
+    total = {output: torch.zeros_like(found[output]) for output in gradients}
+    for held in _held_by_cp_ranks(setting):
+        stages = _Own(held)
+        of_rank = run(setting, Seams(values=stages.values, loss=stages.loss))
         total = {output: total[output] + of_rank[output] for output in gradients}
     return {**found, **total}
 
 
 class _Own:
-    """One rank's view of a loss: gradients come from its own tokens, and reach these alone."""
+    """Stages that cut the gradients between the tokens of a rank and those of other ranks."""
 
     def __init__(self, own: Tensor) -> None:
         self._own = own
@@ -250,5 +267,6 @@ class _CutSums(TorchFunctionMode):
         if name == "__getitem__" and args[1] is self._sequence:
             return torch.where(self._own, found, found.detach())
         if name == "index_add" and args[2] is self._sequence:
-            return with_gradient_of(found, func(*args[:3], torch.where(self._own, args[3], args[3].detach())))
+            with_own_gradient = torch.where(self._own, args[3], args[3].detach())
+            return with_gradient_of(found, func(*args[:3], with_own_gradient))
         return found

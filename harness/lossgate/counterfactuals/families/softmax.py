@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The softmax of each token, its label and its entropy: forward and backward."""
+"""Mistakes of the softmax of each token, of its label, and of its entropy."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split, tempered
 from lossgate.counterfactuals.families.option_choices import with_values
-from lossgate.counterfactuals.seams import RIGHT_STAGES, Stage, entropy_of, scaled_gradient, with_gradient_of
+from lossgate.counterfactuals.seams import Stage, entropy_of, picked_logit, scaled_gradient, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.spec import Spec
@@ -18,18 +18,20 @@ from lossgate.specs.token_values import TokenValues
 
 
 def softmaxes(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of softmax and label."""
+    """Yields the mistakes of the softmax and of the label."""
     uses = {*spec.uses}
     if head not in ("hidden", "logits") or not uses & {"logprobs", "logsumexp", "mean_logprob", "entropy"}:
         return
-    yield from (one for needed, mistakes in _OF_SOFTMAX.items() if uses.issuperset(needed) for one in mistakes)
-    for option in spec.options if "mean_logprob" in uses else ():
-        if isinstance(option.default, float):
+    for needed, mistakes in _OF_SOFTMAX.items():
+        if uses.issuperset(needed):
+            yield from mistakes
+    for option in spec.options:
+        if "mean_logprob" in uses and isinstance(option.default, float):
             yield mistake(
                 f"{option.name} over the other classes",
-                f"{option.name} is spread over the classes other than the label: V / (V - 1) times too much",
+                f"{option.name} is spread over the V - 1 classes other than the label, V / (V - 1) times too much",
                 partial(_is_given, option.name),
-                f"give each of the V classes {option.name} / V, the label too",
+                f"give {option.name} / V to each of the V classes, the label included",
                 options=partial(_over_others_than_label, option.name),
             )
     if spec.temperature is not None and uses & {"logprobs", "logsumexp"}:
@@ -55,18 +57,21 @@ def _like_loss(setting: Setting, values: TokenValues) -> TokenValues:
     return values.replace(logsumexp=with_gradient_of(values.given["logsumexp"], -values.logprobs))
 
 
-def picked_logit(setting: Setting, z: Tensor) -> Tensor:
-    """Returns the logit of each label, ``[tokens]``."""
-    return z.gather(-1, setting.fields["labels"][:, None]).squeeze(-1)
-
-
 def largest_logit(z: Tensor) -> Tensor:
     """Returns the largest logit of each token, ``[tokens, 1]``, without a gradient."""
     return z.detach().amax(1, keepdim=True)
 
 
 def rebuilt(combine: Stage, setting: Setting, z: Tensor) -> Tensor:
-    """Gives backward exp(z - logsumexp), which adds up to 1 only if the logsumexp is right."""
+    """Returns a wrong logsumexp, with exp(z - logsumexp) as its gradient.
+
+    This is what backward computes if it rebuilds the softmax from the logsumexp of forward.
+
+    Args:
+        combine: the stage that computes the wrong logsumexp.
+        setting: the problem.
+        z: tempered logits ``[tokens, vocab]``.
+    """
     value = combine(setting, z).detach()
     shares = (z.detach() - value[:, None]).exp()
     return with_gradient_of(value, (shares * torch.where(z.isfinite(), z, 0.0)).sum(1))
@@ -77,7 +82,7 @@ def _overflows(setting: Setting) -> bool:
 
 
 def _without_shift(setting: Setting) -> Tensor:
-    """Returns the logarithm of a float32 sum of exponentials of the tempered logits."""
+    """Returns the logsumexp of each token in float32, without subtracting the largest logit."""
     with torch.no_grad():
         logits = setting.head.logits(setting.batch.leaves)
         return _in_float32(setting, setting.bound_spec.capped(logits) / setting.temperature)
@@ -88,7 +93,9 @@ def _in_float32(setting: Setting, z: Tensor) -> Tensor:
 
 
 class _Unshifted(torch.autograd.Function):
-    """A logsumexp in float32 without a shift: what it overflows to has a gradient of NaN or 0."""
+    """A logsumexp in float32 that does not subtract the largest logit. Where it overflows, its
+    gradient is NaN or 0.
+    """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor) -> Tensor:
@@ -101,8 +108,8 @@ class _Unshifted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Tensor:
         z, exponentials, total = ctx.saved_tensors
-        sure = ((total > 0) & total.isfinite())[:, None]
-        shares = torch.where(sure, z.softmax(-1), (exponentials / total[:, None]).to(z.dtype))
+        is_exact = ((total > 0) & total.isfinite())[:, None]
+        shares = torch.where(is_exact, z.softmax(-1), (exponentials / total[:, None]).to(z.dtype))
         return shares * upstream[:, None]
 
 
@@ -122,27 +129,28 @@ def _entropy_at(power: int, setting: Setting, z: Tensor, logprobs: Tensor) -> Te
 
 
 def _of_shards_in_backward(setting: Setting, z: Tensor, logprobs: Tensor) -> Tensor:
-    """Gives a logit -p (log p + H of its own rows) in backward, where H should be the whole."""
+    """Returns the entropy H with the gradient -p (log p + h). Here h is the tp rank's part of H."""
     whole, p = entropy_of(logprobs), logprobs.detach().exp()
-    also, finite = whole, torch.where(z.isfinite(), z, 0.0)
+    wrong, finite = whole, torch.where(z.isfinite(), z, 0.0)
     for rows in setting.vocab_rows:
         own = entropy_of(logprobs[:, rows])
-        also = also + (whole - own).detach() * (p[:, rows] * finite[:, rows]).sum(1)
-    return with_gradient_of(whole, also)
+        wrong = wrong + (whole - own).detach() * (p[:, rows] * finite[:, rows]).sum(1)
+    return with_gradient_of(whole, wrong)
 
 
 _OF_SOFTMAX: Mapping[Collection[str], Sequence[Counterfactual]] = {
     (): (
         mistake(
             "largest logit not subtracted",
-            "exponentials are taken of the logits as they are: they overflow above 88.7, and sum to 0 below -103",
+            "the largest logit is not subtracted before the exponentials: they overflow above 88.7, and sum to 0 below "
+            "-103",
             _overflows,
             "subtract the largest logit, over all tp ranks, before you take exponentials",
             logsumexp=_in_float32,
         ),
         mistake(
             "largest logit not added back",
-            "the largest logit is subtracted before the sum of exponentials, and is not added to its logarithm",
+            "the largest logit is subtracted before the sum of exponentials, but not added back to its logarithm",
             todo="subtract it from the logit of the label, too, or add it to the logarithm",
             logsumexp=lambda s, z: z.logsumexp(-1) - largest_logit(z)[:, 0],
         ),
@@ -165,30 +173,31 @@ _OF_SOFTMAX: Mapping[Collection[str], Sequence[Counterfactual]] = {
         ),
         mistake(
             "largest logit subtracted from the label's alone",
-            "the largest logit is subtracted from the logit of the label, and the logsumexp has it",
+            "the largest logit is subtracted from the logit of the label, but not from the logsumexp",
             picked=lambda s, z: picked_logit(s, z) - largest_logit(z)[:, 0],
         ),
     ),
     ("logprobs", "logsumexp"): (
         mistake(
             "one-hot in the gradient of logsumexp",
-            "what weighs logsumexp in the loss multiplies softmax minus one-hot in backward, not the softmax alone",
-            todo="add it to what multiplies the softmax, and leave the one-hot entry as it is",
+            "in backward, the weight of logsumexp in the loss multiplies the softmax minus the one-hot row, not the "
+            "softmax alone",
+            todo="add this weight to the factor of the softmax, and leave the one-hot entry as it is",
             values=_like_loss,
         ),
     ),
     ("logsumexp",): (
         mistake(
             "logsumexp without the largest logit",
-            "the logsumexp is that of logits less the largest, which is not added back",
+            "the logsumexp lacks the largest logit, which is subtracted from the logits and not added back",
             todo="add the largest logit back after the logarithm",
-            logsumexp=lambda s, z: z.logsumexp(-1) - z.detach().amax(-1),
-            picked=lambda s, z: RIGHT_STAGES["picked"](s, z) - z.detach().amax(-1),
-            mean=lambda s, z: RIGHT_STAGES["mean"](s, z) - z.detach().amax(-1),
+            logsumexp=lambda s, z: z.logsumexp(-1) - largest_logit(z)[:, 0],
+            picked=lambda s, z: picked_logit(s, z) - largest_logit(z)[:, 0],
+            mean=lambda s, z: z.mean(-1) - largest_logit(z)[:, 0],
         ),
     ),
 }
-"""Mistakes by the values per token that a loss must use for them."""
+"""The mistakes of the softmax, by the values per token that a loss must use for them."""
 _UNTEMPERED = mistake(
     "softmax of untempered logits in backward",
     "backward takes the softmax of logits that are not divided by the temperature",
@@ -203,25 +212,23 @@ _OF_ENTROPY = (
         entropy=lambda s, z, lp: scaled_gradient(entropy_of(lp), -1.0),
     ),
     *(
-        mistake(
-            f"entropy {what} the temperature{often}",
-            f"the entropy is that of logits {what} the temperature{often}",
-            tempered,
-            entropy=partial(_entropy_at, power),
+        mistake(what, f"the entropy is that of logits that are {words}", tempered, entropy=partial(_entropy_at, power))
+        for what, words, power in (
+            ("entropy without the temperature", "not divided by the temperature", 1),
+            ("entropy with the temperature twice", "divided by the temperature twice", -1),
         )
-        for what, often, power in (("without", "", 1), ("with", " twice", -1))
     ),
     *(
         mistake(
             f"entropy centred by {instead} in backward",
-            f"the gradient of the entropy is -p (log p + H), with {instead} in place of H",
+            f"the gradient of the entropy is -p (log p + {words}), not -p (log p + H)",
             entropy=partial(_centred_by, centre),
         )
-        for centre, instead in ((0.0, "nothing"), (1.0, "1"))
+        for centre, instead, words in ((0.0, "nothing", "0"), (1.0, "1", "1"))
     ),
     mistake(
         "entropy of each shard in backward",
-        "the gradient of the entropy has the part of it that a tp rank's own rows give, not the whole",
+        "the gradient of the entropy takes each tp rank's own part of the entropy, not the whole",
         split("tp"),
         "sum the entropy over tp before you keep it for backward",
         entropy=_of_shards_in_backward,

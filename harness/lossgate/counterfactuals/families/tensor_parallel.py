@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of tp reduce of a softmax: too little, too often, over other ranks as well."""
+"""Mistakes of reducing a softmax over tp: a reduction is missing, repeated, or over other axes."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lossgate.base.layout import Axis
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
-from lossgate.counterfactuals.families.softmax import largest_logit, picked_logit, rebuilt
-from lossgate.counterfactuals.seams import RIGHT_STAGES, scaled_gradient, with_gradient_of
+from lossgate.counterfactuals.families.softmax import largest_logit, rebuilt
+from lossgate.counterfactuals.seams import RIGHT_STAGES, picked_logit, scaled_gradient, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
 from lossgate.specs.spec import Spec
 
@@ -25,7 +25,7 @@ def tensor_parallel(spec: Spec, head: str) -> Iterator[Counterfactual]:
         for side in ("", " in backward"):
             yield mistake(
                 f"mean of the logits by the shard's rows{side}",
-                f"the mean of the logits is divided by the rows of each tp rank's vocabulary, not by all{side}",
+                f"the mean of the logits divides by the rows of each tp rank, not of the whole vocabulary{side}",
                 split("tp"),
                 "divide by the size of the whole vocabulary",
                 mean=partial(_mean_by_shard, bool(side)),
@@ -35,7 +35,7 @@ def tensor_parallel(spec: Spec, head: str) -> Iterator[Counterfactual]:
             over = " and ".join(axes)
             yield mistake(
                 f"softmax reduced over {'+'.join(axes)}, too",
-                f"the softmax is reduced over {over}, too, where ranks have other tokens",
+                f"the softmax is reduced not only over tp, but also over {over}, where the ranks have other tokens",
                 split(*axes),
                 "reduce over the group of tp alone",
                 padding=True,
@@ -45,8 +45,8 @@ def tensor_parallel(spec: Spec, head: str) -> Iterator[Counterfactual]:
             for zeroed, which in ((False, ""), (True, " (logits of masked tokens are 0)")):
                 yield mistake(
                     f"sum of exponentials reduced over {'+'.join(axes)}, too{which}",
-                    f"the sum of exponentials alone is reduced over {over}, too, where ranks have other tokens, and "
-                    f"backward rebuilds the softmax with it{which}",
+                    f"the sum of exponentials is reduced not only over tp, but also over {over}, where the ranks have "
+                    f"other tokens, and backward rebuilds the softmax with it{which}",
                     split(*axes),
                     "reduce over the group of tp alone",
                     padding=True,
@@ -61,11 +61,11 @@ _STAGES = {
     "mean": ("the mean of the logits", "mean_logprob"),
     "entropy": ("the entropy", "entropy"),
 }
-"""The stages that ranks of tp compute together: in words, and what needs them."""
+"""The stages that ranks of tp compute together: in words, and the value per token of each."""
 
 
 def _summed_again(spec: Spec) -> Iterator[Counterfactual]:
-    """Yields what comes of one sum over tp too many, or of one that is left out, in backward."""
+    """Yields the mistakes of a sum over tp that is done twice in backward, or left out."""
     for stage, (words, needed_by) in _STAGES.items():
         if needed_by not in spec.uses:
             continue
@@ -100,10 +100,10 @@ def _mean_by_shard(backward_only: bool, setting: Setting, z: Tensor) -> Tensor:
 
 
 def _at_one_place(axes: tuple[Axis, ...], setting: Setting) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Yields the tokens of each rank, and those of all ranks of some axes that add up with it.
+    """Yields the tokens of each rank, with the tokens of all ranks in its group over some axes.
 
     Raises:
-        ValueError: if they hold different numbers of tokens.
+        ValueError: if ranks of a group hold different numbers of tokens.
     """
     token_axes: tuple[Axis, ...] = ("dp", "cp")
     others: list[Axis] = [axis for axis in token_axes if axis not in axes]
@@ -115,9 +115,21 @@ def _at_one_place(axes: tuple[Axis, ...], setting: Setting) -> Iterator[tuple[Te
         yield tokens, group
 
 
+def _at(stage: str, wrong: Any) -> dict[str, Any]:
+    """Returns a wrong stage as a keyword argument of ``mistake``."""
+    return {stage: wrong}
+
+
 def _over_others(axes: tuple[Axis, ...], sums: bool, setting: Setting, z: Tensor) -> Tensor:
-    """Adds up what the ranks of some axes have at the same place: sums of exponentials, or logits
-    of labels, less the largest logit of all. Each token's gradient is its own.
+    """Returns a stage that is summed over the ranks of some axes, though their tokens differ.
+
+    The largest logit of these ranks is subtracted. Gradients come from a token's own logits alone.
+
+    Args:
+        axes: the axes.
+        sums: True for the logarithm of the sum of exponentials, False for the logit of the label.
+        setting: the problem.
+        z: tempered logits ``[tokens, vocab]``.
     """
     own, largest = z.logsumexp(-1) if sums else picked_logit(setting, z), largest_logit(z)[:, 0]
     value, share = torch.empty_like(largest), torch.ones_like(largest)
@@ -131,8 +143,9 @@ def _over_others(axes: tuple[Axis, ...], sums: bool, setting: Setting, z: Tensor
 
 
 def _sums_over_others(axes: tuple[Axis, ...], zeroed: bool, setting: Setting, z: Tensor) -> Tensor:
-    """Adds up what the ranks of some axes have at the same place: sums of exponentials,
-    each less its own largest logit.
+    """Returns the logsumexp with sums of exponentials that are summed over the ranks of some axes.
+
+    Each rank has subtracted its own largest logit. With ``zeroed``, logits of masked tokens are 0.
     """
     largest = largest_logit(z)[:, 0]
     own, value = z.detach().logsumexp(-1) - largest, torch.empty_like(largest)
@@ -141,10 +154,6 @@ def _sums_over_others(axes: tuple[Axis, ...], zeroed: bool, setting: Setting, z:
     for tokens, group in _at_one_place(axes, setting):
         value[tokens] = torch.stack([own[of] for of in group]).logsumexp(0) + largest[tokens]
     return value
-
-
-def _at(stage: str, seam: Any) -> dict[str, Any]:
-    return {stage: seam}
 
 
 def _gradient_times(stage: str, power: int, setting: Setting, *x: Tensor) -> Tensor:
@@ -157,7 +166,7 @@ def _gradient_of_first(stage: str, setting: Setting, x: Tensor) -> Tensor:
 
 
 def _of_label_rank(setting: Setting, z: Tensor) -> Tensor:
-    """Gives gradients to the columns of the rank that has the label."""
+    """Returns the logsumexp, with a gradient on the tp rank of the label alone."""
     labels, columns = setting.fields["labels"][:, None], torch.arange(z.shape[1])
     own = torch.zeros(z.shape, dtype=torch.bool)
     for shard in setting.vocab_shards:
@@ -167,12 +176,14 @@ def _of_label_rank(setting: Setting, z: Tensor) -> Tensor:
 
 
 def _own_parts(setting: Setting, z: Tensor) -> list[Tensor]:
-    """Returns the columns of each rank."""
+    """Returns the columns of the logits on each tp rank."""
     return [z[:, rows] for rows in setting.vocab_rows]
 
 
 def _sums_of_own_shift(setting: Setting, z: Tensor) -> Tensor:
-    """Shifts each rank's sum by its own largest logit, and adds the sums up."""
+    """Returns the logarithm of the sum of exponentials. Each tp rank subtracts its own largest
+    logit.
+    """
     parts = ((part - largest_logit(part)).exp().sum(1) for part in _own_parts(setting, z))
     return torch.stack([*parts]).sum(0).log()
 
@@ -182,12 +193,12 @@ def _added_back(setting: Setting, z: Tensor) -> Tensor:
 
 
 def _label_of_own_shift(setting: Setting, z: Tensor) -> Tensor:
-    """Shifts the logit of the label by the largest of the rank that has it."""
+    """Returns the logit of the label, less the largest logit of the tp rank of the label."""
     return picked_logit(setting, torch.cat([part - largest_logit(part) for part in _own_parts(setting, z)], 1))
 
 
 def _own_softmax(setting: Setting, z: Tensor) -> Tensor:
-    """Gives backward the softmax of each rank's own columns."""
+    """Returns the logsumexp, with the softmax over each tp rank's own columns as its gradient."""
     own = torch.stack([part.logsumexp(1) for part in _own_parts(setting, z)]).sum(0)
     return with_gradient_of(z.logsumexp(-1), own)
 
@@ -200,7 +211,8 @@ _TP = split("tp")
 _OVER_TP = (
     mistake(
         "largest logit not reduced over tp, nor for the label",
-        "each tp rank subtracts its own largest logit, and sums of different shifts are added up",
+        "each tp rank subtracts its own largest logit, from the logit of the label, too, and the sums of exponentials "
+        "are added up as they are",
         _TP,
         "take the largest logit over all tp ranks before you subtract it",
         logsumexp=_sums_of_own_shift,
@@ -208,15 +220,15 @@ _OVER_TP = (
     ),
     mistake(
         "largest logit not reduced over tp",
-        "each tp rank shifts its sum of exponentials by its own largest logit, and the sums are added up as they are",
+        "each tp rank subtracts its own largest logit, and the sums of exponentials are added up as they are",
         _TP,
         "take the largest logit over all tp ranks before the sum",
         logsumexp=_added_back,
     ),
     mistake(
         "largest logit not reduced over tp, softmax rebuilt",
-        "each tp rank shifts its sum of exponentials by its own largest logit, the sums are added up as they are, and "
-        "backward rebuilds the softmax with that sum",
+        "each tp rank subtracts its own largest logit, the sums of exponentials are added up as they are, and backward "
+        "rebuilds the softmax with that sum",
         _TP,
         "take the largest logit over all tp ranks before the sum",
         logsumexp=partial(rebuilt, _added_back),
@@ -225,19 +237,22 @@ _OVER_TP = (
         "softmax of the label's rank alone in backward",
         "the gradient of the logits has the softmax on the tp rank of the label alone",
         _TP,
-        "subtract the normaliser on every rank, and sum the label's logit alone",
+        "sum only the logit of the label over tp, and subtract the logsumexp after this sum",
         logsumexp=_of_label_rank,
     ),
     mistake(
         "logsumexp counted by every tp rank",
-        "the sum of exponentials of the whole vocabulary is added up over tp once more: log(tp) too much",
+        "the sum of exponentials of the whole vocabulary is summed over tp once more: the logsumexp is log(tp) too "
+        "large",
         _TP,
+        "sum it over tp once",
         logsumexp=lambda s, z: z.logsumexp(-1) + _log_tp(s),
     ),
     mistake(
         "logsumexp and softmax counted by every tp rank",
-        "the sum of exponentials of the whole vocabulary is added up over tp once more, and divides the softmax, too",
+        "the sum of exponentials of the whole vocabulary is summed over tp once more, and divides the softmax, too",
         _TP,
+        "sum it over tp once",
         logsumexp=lambda s, z: with_gradient_of(z.logsumexp(-1) + _log_tp(s), z.logsumexp(-1) / s.size("tp")),
     ),
     mistake(
@@ -247,4 +262,4 @@ _OVER_TP = (
         logsumexp=_own_softmax,
     ),
 )
-"""Maxima and sums that are not reduced over tp, or too often."""
+"""The mistakes of maxima and sums that are not reduced over tp, or reduced twice."""

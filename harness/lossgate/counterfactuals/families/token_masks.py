@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks, and other bool fields: ignored, shifted, false or true at edges, lost in the pieces of
-sequences that ranks hold, written into the labels.
+"""Mistakes of masks and of other bool fields: a mask is ignored, shifted, wrong at the edges of
+sequences or of ranks, or lost when it is written into the labels.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,9 +33,9 @@ OfMask = Callable[[Setting, Tensor], Tensor]
 
 
 def masks(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of masks, with the counts that are given, and with their own counts."""
+    """Yields the mistakes of masks, with the right counts and with counts of the wrong mask."""
     if spec.reference is None:
-        return  # values per token, each for itself
+        return  # there are only values per token, which need no mask
     for name in bools(spec):
         of_tokens = spec.fields.get(name, ("token",)) == ("token",)
         for what, (change, when) in _MASKS.items() if of_tokens else _OF_SEQUENCES.items():
@@ -45,30 +45,31 @@ def masks(spec: Spec, head: str) -> Iterator[Counterfactual]:
 def _wrong_mask(
     spec: Spec, name: str, what: str, changed: Callable[[Setting], Fields], when: Callable[[Setting], bool]
 ) -> Iterator[Counterfactual]:
-    """Yields what comes of a wrong mask: alone, with padding, with all else 0, and counted so."""
+    """Yields the mistakes of a wrong mask, which may also train padding, or be used for counts."""
     of_tokens, numbers = spec.fields.get(name, ("token",)) == ("token",), numbers_of_tokens(spec)
     todo = f"select with inputs.{name} before you add up" if what == "ignored" else ""
-    plain = mistake(f"{name} {what}", f"{named(name)} is {what}", when, todo, fields=changed)
+    words = f"{named(name)} is {'inverted' if what == 'turned round' else what}"
+    plain = mistake(f"{name} {what}", words, when, todo, fields=changed)
     if what in ("ignored", "turned round") and of_tokens:
         yield replace(
             plain,
             name=f"{name} {what}, padding too",
-            sentence=f"{named(name)} is {what}, and padding counts too",
+            sentence=f"{words}, and padding counts too",
             padding=True,
-            made_of=(plain,),  # without padding it says too much
+            made_of=(plain,),  # not to be named if padding changes nothing
         )
     yield plain
     if name == "mask" and what in ("ignored", "ignored where there is a label") and numbers:
+        zeroed = f"{' and '.join(numbers)} {'are' if len(numbers) > 1 else 'is'}"
         yield replace(
             plain,
             name=f"mask {what}, all else 0 there",
-            sentence=f"the mask is {what}, and {' and '.join(numbers)} {'are' if len(numbers) > 1 else 'is'} 0 "
-            "where it is false",
+            sentence=f"the mask is {what}, and {zeroed} 0 where the mask is false",
             seams=Seams(fields=partial(_all_else_0, changed)),
-            todo="mask what the kernel computes of tokens itself, too",
-            made_of=(plain,),  # where these change nothing it says too much
+            todo="apply the mask to the values that the kernel computes of each token, too",
+            made_of=(plain,),  # not to be named if these zeros change nothing
         )
-    counted = f"{named(name)} is {what}, and counts are taken of the result"
+    counted = f"{words}, and the counts are those of the wrong {'mask' if name == 'mask' else name}"
     yield mistake(f"{name} {what}, counted so", counted, when, fields=partial(_counted_so, changed))
 
 
@@ -104,7 +105,7 @@ _MASKS: Mapping[str, tuple[OfMask, Callable[[Setting], bool]]] = {
     "false at the last token of each piece that a rank holds": (lambda s, x: x & ~piece_ends(s), split("cp")),
     "false at the last token of each rank": (lambda s, x: x & ~rank_ends(s), split_any("dp", "cp")),
 }
-"""What a mask may be, and where that says something."""
+"""The wrong masks, each as a function, with a function that says whether a problem can have it."""
 _OF_SEQUENCES = {what: row for what, row in _MASKS.items() if what == "ignored"}
 """The same for a field that has one entry for each sequence."""
 
@@ -117,8 +118,7 @@ def pieces(spec: Spec, head: str) -> Iterator[Counterfactual]:
         return
     yield mistake(
         "mask false at the last token of each piece of a sequence",
-        "the last token of each piece of a sequence that a rank holds, padding counted, is not trained: its label is "
-        "in the next piece",
+        "the last token of each piece of a sequence, padding counted, is not trained: its label is in the next piece",
         split("cp"),
         "shift labels and mask before sequences are split over cp",
         padding=True,
@@ -127,8 +127,8 @@ def pieces(spec: Spec, head: str) -> Iterator[Counterfactual]:
     for before, where in ((False, ""), (True, ", before the first trained token of its sequence alone")):
         yield mistake(
             f"mask true in pieces without a trained token{where}",
-            "a piece of a sequence that holds no trained token is trained as a whole, because `mask[-n:]` is the whole "
-            f"piece where n is 0{where}",
+            "a piece of a sequence without a trained token is trained as a whole, because `mask[-n:]` is the whole "
+            f"piece if n is 0{where}",
             todo="write `mask[len(mask) - n:]`",
             padding=True,
             fields=partial(_whole_if_none, before),
@@ -138,7 +138,7 @@ def pieces(spec: Spec, head: str) -> Iterator[Counterfactual]:
             plain = mistake(
                 f"masked tokens trained on the {what} row",
                 f"masked tokens are trained, with the {what} row of the vocabulary as their label",
-                todo="compare labels with the value that stands for masked ones before you clamp them",
+                todo="before you clamp labels, compare them with the value that marks masked tokens",
                 fields=partial(_trained_on, row),
             )
             yield replace(
@@ -146,7 +146,7 @@ def pieces(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 name=f"{plain.name}, padding too",
                 sentence=f"masked tokens and padding are trained, with the {what} row of the vocabulary as their label",
                 padding=True,
-                made_of=(plain,),  # without padding it says too much
+                made_of=(plain,),  # not to be named if padding changes nothing
             )
             yield plain
 

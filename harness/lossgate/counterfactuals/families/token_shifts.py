@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labels, and all that belongs to a token: not shifted, shifted twice, wrapped round, split over cp
-in another order.
-"""
+"""Mistakes of shifting labels and other fields of tokens, and of splitting them over cp."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ OfTokens = Callable[[Setting, Tensor], Tensor]
 
 
 def labels(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of labels, and those of all that belongs to a label."""
+    """Yields the mistakes of shifting labels, and other fields of tokens that are no bools."""
     if spec.trained_dim != "token":
         return
     if head in ("hidden", "logits"):
@@ -32,7 +30,7 @@ def labels(spec: Spec, head: str) -> Iterator[Counterfactual]:
         for within, source in _WITHIN.items():
             yield mistake(
                 f"labels are input_ids shifted within {within}",
-                f"labels are input_ids, shifted within {within}: those at the ends of its tokens are wrong",
+                f"labels are input_ids that are shifted within {within}: the labels at its ends are wrong",
                 split("cp"),
                 "shift the ids before they are split over cp, or take labels as they are given",
                 fields=partial(_ids_within, source),
@@ -43,32 +41,40 @@ def labels(spec: Spec, head: str) -> Iterator[Counterfactual]:
 
 
 def _shifts(name: str, verb: str) -> Iterator[Counterfactual]:
-    for what, (shift, when) in _SHIFTS.items():
-        yield mistake(f"{name} {what}", f"{name} {verb} {what}", when, fields=partial(_shifted, name, shift))
+    for what, (words, shift, when) in _SHIFTS.items():
+        yield mistake(f"{name} {what}", f"{name} {verb} {words}", when, fields=partial(_shifted, name, shift))
 
 
 def _shifted(name: str, shift: OfTokens, setting: Setting) -> Fields:
     return {name: shift(setting, setting.fields[name])}
 
 
-_SHIFTS: Mapping[str, tuple[OfTokens, Callable[[Setting], bool]]] = {
-    "shifted twice": (lambda s, x: x.roll(-1, 0), always),
-    "shifted the other way": (lambda s, x: x.roll(1, 0), always),
+_SHIFTS: Mapping[str, tuple[str, OfTokens, Callable[[Setting], bool]]] = {
+    "shifted twice": ("shifted twice", lambda s, x: x.roll(-1, 0), always),
+    "shifted the other way": ("one token late", lambda s, x: x.roll(1, 0), always),
     "shifted after the split, so that those at the ends of a rank's tokens are wrong": (
+        "shifted after the split, so that the entries at the ends of a rank's tokens are wrong",
         lambda s, x: s.rolled_on_each_rank(x.roll(1, 0), -1),
         split_any("dp", "cp"),
     ),
-    "shifted once more on each rank": (lambda s, x: s.rolled_on_each_rank(x, -1), split_any("dp", "cp")),
+    "shifted once more on each rank": (
+        "shifted once more on each rank",
+        lambda s, x: s.rolled_on_each_rank(x, -1),
+        split_any("dp", "cp"),
+    ),
     "wrapped round each sequence": (
+        "shifted once more within each sequence, whose first entry comes to its end",
         lambda s, x: torch.cat([part.roll(-1, 0) for part in x.split(list(s.lengths))]),
         always,
     ),
 }
+"""The wrong shifts, each in words, as a function, and with the problems that can have it."""
 _WITHIN: Mapping[str, Callable[[Setting], Tensor]] = {
     "what each rank holds": lambda s: s.source_on_each_rank(-1),
     "what each rank holds, with 0 at its end": lambda s: s.source_on_each_rank(-1).where(~_ends_of_ranks(s), -1),
     "what each rank holds of a sequence": lambda s: _in_each_sequence(s),
 }
+"""The places from which labels come if each rank shifts its ids. -1 stands for a label of 0."""
 
 
 def _ends_of_ranks(setting: Setting) -> Tensor:
@@ -82,35 +88,40 @@ def _ids_within(source: Callable[[Setting], Tensor], setting: Setting) -> Fields
     return {"labels": ids.where(moved >= 0, 0)[setting.partition.real_tokens]}
 
 
-_TOGETHER = "all that belongs to labels"
-
-
 def moves(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields what goes wrong where ranks move or split what they hold, padding included: each field
-    alone, and all that belong to labels together.
+    """Yields the mistakes of shifting and splitting fields with their padding.
+
+    Each field is moved alone, and then all fields together that are shifted with the labels.
     """
     if spec.trained_dim != "token":
         return
     names = [name for name in fields_of_tokens(spec, head) if name != "mask" or spec.reference]
+    for name in names:
+        yield from _moves_of((name,), spec, name, named(name))
     together = tuple(name for name in names if name not in spec.unshifted)
-    for group in [*((name,) for name in names), *[together] * (len(together) > 1)]:
-        name, what = (group[0], named(group[0])) if len(group) == 1 else (_TOGETHER, _TOGETHER)
-        for how, move in _MOVES.items():
-            if how == "neither shifted nor split" and spec.unshifted.issuperset(group):
-                continue  # nothing is to be shifted
-            moved = partial(_moved, group, move)
-            yield mistake(f"{name} {how}", f"{what} {move.words}", move.when, padding=True, fields=moved)
+    if len(together) > 1:
+        yield from _moves_of(together, spec, "all that belongs to labels", "every field that is shifted with labels")
+
+
+def _moves_of(fields: tuple[str, ...], spec: Spec, name: str, words: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes of moving some fields, given their name and words as a group."""
+    for how, move in _MOVES.items():
+        if how == "neither shifted nor split" and spec.unshifted.issuperset(fields):
+            continue  # these fields are not shifted anyway
+        moved = partial(_moved, fields, move)
+        yield mistake(f"{name} {how}", f"{words} {move.words}", move.when, padding=True, fields=moved)
 
 
 @dataclass(frozen=True)
 class _Move:
-    """Where each entry of the padded pack comes from."""
+    """A wrong place for each entry of the padded pack."""
 
     words: str
     source: Callable[[Setting], Tensor]
+    """Returns the places; see ``Setting.moved_with_padding``."""
     when: Callable[[Setting], bool] = always
     given: bool = False
-    """Whether it comes from whole sequences, as they are given."""
+    """Whether these are places in the field as it is given."""
 
 
 def _moved(names: tuple[str, ...], move: _Move, setting: Setting) -> Fields:
@@ -119,8 +130,8 @@ def _moved(names: tuple[str, ...], move: _Move, setting: Setting) -> Fields:
 
 
 def _in_each_sequence(setting: Setting) -> Tensor:
-    """Returns where entries come from if each rank shifts what it holds of each sequence by itself,
-    and fills what is left empty.
+    """Returns the places if each rank shifts its part of each sequence by itself. The last entry of
+    a part becomes 0.
     """
     source, sequence = setting.source_on_each_rank(-1), setting.partition.sequence_of_token
     source = source.where(sequence == sequence[source], -1)
@@ -130,23 +141,25 @@ def _in_each_sequence(setting: Setting) -> Tensor:
 
 
 def _in_order(setting: Setting) -> Tensor:
-    """Returns the same if sequences are split over cp in order, not in a zigzag."""
+    """Returns the places if sequences are split over cp in order, not in a zigzag."""
     source, partition, cp = torch.arange(setting.partition.tokens), setting.partition, setting.size("cp")
     for start, length in zip(partition.starts[:-1], partition.padded_lengths, strict=True):
         piece = length // (2 * cp)
         for rank in range(cp):
-            for place, index in enumerate((rank, 2 * cp - 1 - rank)):
-                held, given = start + index * piece, start + (2 * rank + place) * piece
-                source[held : held + piece] = torch.arange(given, given + piece)
+            zigzag = (rank, 2 * cp - 1 - rank)  # the pieces that the rank should hold
+            for place, index in enumerate(zigzag):
+                held, taken = start + index * piece, start + (2 * rank + place) * piece
+                source[held : held + piece] = torch.arange(taken, taken + piece)
     return source
 
 
 def _of_pack(pick: Callable[[Tensor, int, int], Tensor], setting: Setting) -> Tensor:
-    """Returns the same if each rank picks what it holds from the pack of its dp rank.
+    """Returns the places if each rank picks its entries from the pack of its dp rank.
 
     Args:
-        pick: gets the places of the pack, the rank of cp and how many there are.
-        setting: the problem, with its padding.
+        pick: gets the places of the pack, the index on cp and the number of cp ranks. Returns the
+            places of the rank.
+        setting: the problem with its padding.
     """
     source, partition = torch.arange(setting.partition.tokens), setting.partition
     for (dp, cp), held in partition.token_shards.items():
@@ -180,22 +193,22 @@ _MOVES: Mapping[str, _Move] = {
         "is rolled by one token to the left on each rank, padding included", lambda s: s.source_on_each_rank(-1)
     ),
     "rolled to the right, not to the left": _Move(
-        "is shifted to the right on each rank, where it should be to the left", lambda s: s.source_on_each_rank(2)
+        "is shifted to the right on each rank, not to the left", lambda s: s.source_on_each_rank(2)
     ),
     "not shifted": _Move(
-        "is not shifted: what belongs to a token is taken for what belongs to its prediction of the next one",
+        "is not shifted: the entry of a token is used for its prediction of the next token",
         lambda s: torch.arange(s.partition.tokens),
         _is_given_whole,
         given=True,
     ),
     "shifted after the split": _Move(
-        "is shifted after the split over cp, within what each rank holds, not before it",
+        "is shifted within what each rank holds, after the split over cp and not before it",
         lambda s: s.source_on_each_rank(-1),
         _is_given_whole,
         given=True,
     ),
     "shifted after the split, sequence by sequence": _Move(
-        "is shifted after the split over cp, within what each rank holds of a sequence, not before it",
+        "is shifted within what each rank holds of a sequence, after the split over cp and not before it",
         _in_each_sequence,
         _is_given_whole_and_split,
         given=True,
@@ -221,4 +234,4 @@ _MOVES: Mapping[str, _Move] = {
         split("cp"),
     ),
 }
-"""What may happen to what ranks hold, padding included."""
+"""The wrong places of the entries that ranks hold, padding included."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards and tiles of a vocabulary: rows looked up at the wrong place, sums of tiles put together
-wrongly.
+"""Mistakes of shards and tiles of a vocabulary: a label is looked up at the wrong place, or sums of
+tiles are combined wrongly.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,30 +11,30 @@ from torch import Tensor
 
 from lossgate.base.layout import Axis
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
-from lossgate.counterfactuals.families.softmax import picked_logit, rebuilt
-from lossgate.counterfactuals.seams import RIGHT_STAGES, with_gradient_of
+from lossgate.counterfactuals.families.softmax import rebuilt
+from lossgate.counterfactuals.seams import picked_logit, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
 from lossgate.specs.spec import Spec
 
 
 def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of shards over tp, and of tiles within a rank."""
+    """Yields the mistakes of shards over tp and of tiles within a rank."""
     if head not in ("hidden", "logits"):
         return
     yield mistake(
         "padding rows in the softmax",
-        "the rows that fill up the vocabulary of a tp rank take part in the softmax",
+        "the padding rows of a tp rank's vocabulary take part in the softmax",
         lambda setting: any(shard.padding for shard in setting.vocab_shards),
-        "leave out rows from the end of the shard's own on, or set their logits to -inf",
+        "leave out the rows after the end of the shard, or set their logits to -inf",
         project=_with_padding_rows,
     )
     if "logprobs" in spec.uses:
         for where, below_largest in (("", False), (" (in logits from which the largest was subtracted)", True)):
             yield mistake(
                 f"shard's start by its own width{where}",
-                f"the first row of a tp rank's vocabulary is taken to be its rank times its own number of rows{where}",
+                f"a tp rank takes its rank times its own number of rows for the first row of its vocabulary{where}",
                 split("tp"),
-                "take the start of the shard as it is given: shards may differ in size",
+                "use the start of the shard that is given: shards may differ in size",
                 picked=partial(_by_own_width, below_largest),
             )
         yield mistake(
@@ -47,7 +47,7 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
         for what, backward in ((", in forward alone", False), ("", True)):
             yield mistake(
                 f"labels of other shards clamped{what}",
-                f"a tp rank without the label takes its own row nearest to it, and adds that logit, too{what}",
+                f"a tp rank without the label adds the logit of its own row that is nearest to the label{what}",
                 split("tp"),
                 "set the logit to 0 on ranks that do not have the label, before it is summed over tp",
                 picked=partial(_clamped, backward),
@@ -57,22 +57,21 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
             yield mistake(f"vocabulary tiles: {what}", words, _has_tiles, logsumexp=combine)
             yield mistake(
                 f"vocabulary tiles: {what}, softmax rebuilt",
-                f"{words}, and backward rebuilds the softmax with that sum",
+                f"{words}, and backward rebuilds the softmax from the wrong sum",
                 _has_tiles,
                 logsumexp=partial(rebuilt, combine),
             )
 
 
 def _with_padding_rows(setting: Setting, leaves: Mapping[str, Tensor]) -> Tensor:
-    given, real = setting.placed.batch.vocab_padding, setting.partition.real_tokens
-    rows = {
-        name: (given[name][real] if name == "logits" else given[name]).to(torch.float64)
-        for name in given
-        if name in leaves
-    }
-    more = setting.head.logits({**leaves, **rows})
-    padding = [more[:, : shard.padding] for shard in setting.vocab_shards]
-    return torch.cat([setting.head.logits(leaves), *padding], 1)
+    rows: dict[str, Tensor] = {}
+    for name, padding in setting.placed.batch.vocab_padding.items():
+        if name in leaves:
+            without_padded_tokens = padding[setting.partition.real_tokens] if name == "logits" else padding
+            rows[name] = without_padded_tokens.to(torch.float64)
+    logits = setting.head.logits({**leaves, **rows})
+    of_shards = [logits[:, : shard.padding] for shard in setting.vocab_shards]
+    return torch.cat([setting.head.logits(leaves), *of_shards], 1)
 
 
 def _by_own_width(below_largest: bool, setting: Setting, z: Tensor) -> Tensor:
@@ -87,23 +86,23 @@ def _by_own_width(below_largest: bool, setting: Setting, z: Tensor) -> Tensor:
 
 
 def _first_rows_too(setting: Setting, z: Tensor) -> Tensor:
-    labels, picked = setting.fields["labels"], RIGHT_STAGES["picked"](setting, z)
-    also = picked
+    labels, picked = setting.fields["labels"], picked_logit(setting, z)
+    wrong = picked
     for rows in setting.vocab_rows:
         has_label = (labels >= rows.start) & (labels < rows.stop)
-        also = also + torch.where(has_label, 0.0, z[:, rows.start])
-    return with_gradient_of(picked, also)
+        wrong = wrong + torch.where(has_label, 0.0, z[:, rows.start])
+    return with_gradient_of(picked, wrong)
 
 
 def _clamped(backward: bool, setting: Setting, z: Tensor) -> Tensor:
-    labels, right = setting.fields["labels"][:, None], RIGHT_STAGES["picked"](setting, z)
+    labels, right = setting.fields["labels"][:, None], picked_logit(setting, z)
     own = [z.gather(-1, labels.clamp(rows.start, rows.stop - 1)).squeeze(-1) for rows in setting.vocab_rows]
     added = torch.stack(own).sum(0)
     return added if backward else with_gradient_of(added, right)
 
 
 def _has_tiles(setting: Setting) -> bool:
-    """Returns whether the size of a tile of the vocabulary is known, and some rank has several."""
+    """Returns whether the size of a tile of the vocabulary is known and a rank has several."""
     sizes = setting.tiles.get("vocab", ())
     return len(sizes) == 1 and any(rows.stop - rows.start > sizes[0] for rows in setting.vocab_rows)
 
@@ -113,7 +112,7 @@ def _tiles(setting: Setting, z: Tensor) -> list[list[Tensor]]:
 
 
 def _not_rescaled(setting: Setting, z: Tensor) -> Tensor:
-    """Adds up sums of exponentials that are less different largest logits."""
+    """Returns a logsumexp of sums of tiles that subtract different largest logits."""
     of_ranks: list[Tensor] = []
     for tiles in _tiles(setting, z):
         largest, total = torch.full_like(z[:, 0], -torch.inf), torch.zeros_like(z[:, 0])
@@ -154,7 +153,7 @@ _TILES = {
         _filled_with_zeros,
     ),
 }
-"""What goes wrong with tiles of the vocabulary: in words, and the logsumexp that comes of it."""
+"""The mistakes of tiles of the vocabulary: in words, and as the logsumexp that they compute."""
 
 
 def _found_on_first(axis: Axis, setting: Setting, z: Tensor) -> Tensor:
@@ -197,9 +196,9 @@ _LABEL_EDGES = (
     *(
         mistake(
             f"label found on the first rank of {axis} alone",
-            f"labels are found on the first rank of {axis} alone: on others the logit of the label counts as 0",
+            f"labels are found on the first rank of {axis} alone: on other ranks, the logit of the label counts as 0",
             split("tp", axis),
-            "take the rank within the group of tp, not the global rank, for the rows that a rank has",
+            "find the rows of a rank by its rank within the group of tp, not by its global rank",
             picked=partial(_found_on_first, axis),
         )
         for axis in _TOKEN_AXES
@@ -207,8 +206,8 @@ _LABEL_EDGES = (
     *(
         mistake(
             f"label at the end of a shard found twice{below and ', below the largest'}",
-            "a label on the first row of a tp rank's vocabulary is also taken by the rank before it, as its last row"
-            f"{below}",
+            "a label on the first row of a tp rank's vocabulary is also found by the rank before, which takes its own "
+            f"last row{below}",
             split("tp"),
             _COMPARE,
             picked=partial(_found_twice, below_largest=bool(below)),
@@ -216,4 +215,4 @@ _LABEL_EDGES = (
         for below in ("", " (in logits from which the largest was subtracted)")
     ),
 )
-"""Labels at the edges of shards."""
+"""The mistakes of labels at the edges of shards."""
