@@ -118,9 +118,9 @@ def test_a_case_keeps_what_each_rank_returned(make_world: MakeWorld) -> None:
     [
         (
             {"spec": "token_logprobs"},
-            "has spec 'nll', and the problem has 'token_logprobs'; choose a candidate of spec 'tok",
+            "has spec 'nll', but the problem has 'token_logprobs'; choose a candidate of spec 'tok",
         ),
-        ({"head": "logits"}, "has head 'hidden', and the problem has 'logits'; choose a candidate of head 'logits'"),
+        ({"head": "logits"}, "has head 'hidden', but the problem has 'logits'; choose a candidate of head 'logits'"),
     ],
 )
 def test_a_problem_of_another_spec_or_head_is_refused(
@@ -136,11 +136,11 @@ def test_a_problem_of_another_spec_or_head_is_refused(
 @pytest.mark.parametrize(
     ("changes", "world", "message"),
     [
-        ({"dtype": "bfloat16"}, "dp=2", "takes float32, and the problem is in bfloat16; choose a candidate that"),
+        ({"dtype": "bfloat16"}, "dp=2", "takes float32, but the problem is in bfloat16; choose a candidate that"),
         (
             {"layout": Layout(cp=2)},
             "cp=2",
-            "is not sharded over cp, and the problem's layout is cp=2; declare axes=('dp', 'cp')",
+            "is not sharded over cp, but the problem's layout is cp=2; declare axes=('dp', 'cp')",
         ),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_problem_outside_of_the_declaration_is_refused(
 
 
 def test_a_world_of_other_ranks_is_refused(task: RankTask, make_world: MakeWorld) -> None:
-    with pytest.raises(UsageError, match="the world has layout single, and the problem dp=2; make a world of it"):
+    with pytest.raises(UsageError, match="the world has layout single, but the problem has dp=2; make a world of"):
         Case(task.candidate, PROBLEM, make_world("single"))
 
 

@@ -45,7 +45,7 @@ def test_disagree_and_replay(folder: Path, lossgate: Lossgate) -> None:
     assert done.returncode == 1
     lines = done.stdout.split("DISAGREE  wrong  float32  cp=2\n")[1].splitlines()
     assert lines[0].startswith("  loss: 1.01")
-    assert "times the reference, where rounding explains 1 +- " in lines[0]
+    assert "times the reference; rounding explains 1 +- " in lines[0]
     on = next(line for line in lines if line.startswith("  on: "))
     assert "layout cp=2, float32" in on
     replay = next(line for line in lines if line.startswith("  replay: ")).removeprefix("  replay: lossgate ")

@@ -75,9 +75,9 @@ def test_a_bug_is_reported_with_a_small_problem_and_both_comparisons() -> None:
     title, verdict, *lines = str(raised.value).splitlines()
     assert title == "wrong against online: spec nll from hidden, 1 cell"
     assert verdict == "DISAGREE  float32  tp=2: they differ: wrong is wrong"
-    assert lines[0].startswith("  wrong: loss: 1.01 times the reference, where rounding explains 1 +- ")
+    assert lines[0].startswith("  wrong: loss: 1.01 times the reference; rounding explains 1 +- ")
     assert lines[1].startswith("    on: 2 tokens in 1 sequence [2], ")
-    assert lines[2].startswith("  the two: loss: wrong less online is 0.01 times the reference, where the rounding of ")
+    assert lines[2].startswith("  the two: loss: wrong less online is 0.01 times the reference; the rounding of ")
     assert len(lines) == 4
     assert str(found) == repr(found) == str(raised.value)
 
@@ -257,7 +257,7 @@ def test_a_difference_too_small_for_one_problem_shows_over_many() -> None:
     assert cell.difference is not None
     assert cell.difference.failure is None
     assert "the two: grad of hidden: pooled over " in str(found)
-    assert " times the reference, where the rounding of both explains +- " in str(found)
+    assert " times the reference; the rounding of both explains +- " in str(found)
 
 
 def test_on_one_problem() -> None:
@@ -366,7 +366,7 @@ MISUSE: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         FUSED,
         ONLINE,
         {"problem": replace(PROBLEM, head="logits", hidden=1)},
-        "candidate 'fused' has head 'hidden', and the problem has 'logits'",
+        "candidate 'fused' has head 'hidden', but the problem has 'logits'",
     ),
 }
 
@@ -392,6 +392,6 @@ def test_a_problem_with_options_that_a_kernel_does_not_support_is_refused() -> N
     narrow = replace(FUSED, supports={})
     for changes, named in (({"options": {"epsilon": 0.5}}, "epsilon=0.5"), ({"bias": True}, "bias=True")):
         with pytest.raises(
-            UsageError, match=f"does not support {named}, and the problem has it; declare it in supports"
+            UsageError, match=f"does not support {named}, but the problem has it; declare it in supports"
         ):
             lossgate.compare(narrow, FUSED, problem=replace(PROBLEM, **changes))

@@ -492,7 +492,7 @@ RESULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "detached": (
         {"reference": lambda v, b, o: v.logprobs.detach().sum()},
-        "its reference returned a loss that no value per token leads to; compute it from values",
+        "its reference returned a loss without a gradient to the values per token; compute it from values",
     ),
     "raises": (
         {"reference": lambda v, b, o: v.entropy.sum()},

@@ -240,7 +240,7 @@ def test_who_excludes_too_much_is_inconclusive() -> None:
 
 def test_a_problem_that_a_candidate_is_not_given_is_refused() -> None:
     problem = Draws(declared(), "float32", "some", 1).all()[0]
-    with pytest.raises(UsageError, match=r"'kernel' is not given advantages_per 'token', as it declares, and the"):
+    with pytest.raises(UsageError, match=r"'kernel' declares that it is never given advantages_per 'token', but the"):
         DrawnProblem(problem, SPECS["grpo"]).check(declared(advantages_per=OF_SEQUENCES))
 
 

@@ -62,7 +62,7 @@ def test_an_infinite_reference_wants_the_same() -> None:
     for wrong in (-3.0, float("inf"), float("nan")):
         result = reference.clone()
         result[1] = wrong
-        assert compared(result).faults[0] == "1 of 3 entries should be infinite, and are not"
+        assert compared(result).faults[0] == "1 of 3 entries should be infinite, but are not"
 
 
 def test_what_is_too_large_for_the_dtype_may_be_infinite() -> None:
@@ -99,8 +99,8 @@ def test_outputs_that_some_ranks_lack_disagree() -> None:
         return replace(outputs, logprobs=None, metrics={}) if mesh.get_rank() == 0 else outputs
 
     found = held_to_agreement(replace(dense, kernel=lacking), problem("nll", layout=Layout(dp=2)))
-    assert "logprobs: it is missing on rank 0, and other ranks return it" in found.findings
-    assert "ppl_avg: it is missing on rank 0, and other ranks return it" in found.findings
+    assert "logprobs: it is missing on rank 0, but other ranks return it" in found.findings
+    assert "ppl_avg: it is missing on rank 0, but other ranks return it" in found.findings
 
 
 def test_a_kernel_may_compute_exp_less_1_in_two_steps() -> None:

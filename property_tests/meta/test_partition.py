@@ -104,7 +104,7 @@ def test_replicas_that_differ_are_a_fault() -> None:
     partition = Partition(Layout(tp=3), (1,), vocab=3)
     parts = [torch.tensor([1.0]), torch.tensor([1.0]), torch.tensor([1.25])]
     _, faults = assemble_tensor(parts, ("token",), {"tp": "replicate"}, partition, 1)
-    assert faults == ("ranks 0 and 2 should hold the same, and differ by up to 0.25",)
+    assert faults == ("ranks 0 and 2 should hold the same, but differ by up to 0.25",)
 
 
 def test_numbers_that_should_be_replicas_and_differ_are_a_fault() -> None:
@@ -112,7 +112,7 @@ def test_numbers_that_should_be_replicas_and_differ_are_a_fault() -> None:
     parts = [torch.tensor(number) for number in (1.0, 1.0, 2.0, 2.5)]
     whole, faults = assemble_tensor(parts, (), {"dp": "sum", "tp": "replicate"}, partition, 1)
     assert whole == 3
-    assert faults == ("ranks 2 and 3 should hold the same, and differ by up to 0.5",)
+    assert faults == ("ranks 2 and 3 should hold the same, but differ by up to 0.5",)
 
 
 @pytest.mark.parametrize("dims", [("token",), ()], ids=["per token", "number"])
@@ -134,7 +134,7 @@ def test_a_gradient_of_padding_rows_is_a_fault() -> None:
     dirty, faults = assemble_tensor([torch.ones(2), torch.tensor([1.0, 0.5])], ("vocab",), {}, partition, 1)
     assert clean.tolist() == dirty.tolist() == [1, 1, 1]
     assert not no_faults
-    assert faults == ("rank 1: the 1 padding rows of its vocabulary should be zero, and are not",)
+    assert faults == ("rank 1: the 1 padding rows of its vocabulary should be zero, but are not",)
 
 
 def test_a_gradient_of_padding_tokens_is_a_fault() -> None:
@@ -151,7 +151,7 @@ def test_a_gradient_of_padding_tokens_is_a_fault() -> None:
 
     assert assembled(gradient, 0.0) == ([1, 2, 3], ())
     assert assembled(LOGPROBS, 7.0) == ([1, 2, 3], ())
-    leak = ("1 entries of its padding tokens should be zero, and are not",)
+    leak = ("1 entries of its padding tokens should be zero, but are not",)
     assert assembled(gradient, 0.5) == ([1, 2, 3], leak)
     assert assembled(gradient, float("nan")) == ([1, 2, 3], leak)
 

@@ -69,7 +69,7 @@ def test_items_evidence_and_failures(
     result.stdout.fnmatch_lines(
         [
             "DISAGREE  wrong  float32  single",
-            "  loss: 1.01* times the reference, where rounding explains 1 +- *",
+            "  loss: 1.01* times the reference; rounding explains 1 +- *",
             "  on: * tokens in 1 sequence *",
             "  replay: lossgate replay .lossgate/failure-wrong-agreement-float32-single-*.json",
             "FAILED test_kernels.py::test_wrong[[]agreement-single-float32[]] - Failed: loss: 1.01* times the *",

@@ -103,5 +103,5 @@ def test_a_pool_of_nothing_sees_nothing() -> None:
 
 def test_a_pooled_disagreement_in_words() -> None:
     (words,) = explain_pooled(pooled(comparisons(2e-3, 1e-4)))
-    assert words.startswith("grad of weight: pooled over 100 problems it is 1.00")
-    assert "where rounding explains 1 +- 0.00012" in words
+    assert words.startswith("grad of weight: pooled over 100 problems, it is 1.00")
+    assert "rounding explains 1 +- 0.00012" in words

@@ -346,7 +346,7 @@ def test_that_a_cell_agrees_so_far_is_shown_while_its_properties_are_checked(ter
 
 def test_reasons_are_wrapped_at_words_on_a_terminal_only(tmp_path: Path) -> None:
     """A terminal would break words. Each line of a file stays whole, to be searched."""
-    reason = "loss: 2 times the reference, where rounding explains 1 +- 7.7e-07, and so it goes on for a while"
+    reason = "loss: 2 times the reference; rounding explains 1 +- 7.7e-07, and so it goes on for a while"
     result = one("wrong", D, reasons=(reason,))
     for terminal in (True, False):
         text = StringIO()

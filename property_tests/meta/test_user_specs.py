@@ -347,7 +347,7 @@ def test_a_problem_is_not_checked_against_a_spec_that_is_no_longer_the_kernels()
     before, after = cell(FOCAL), cell(FOCAL)
     problem = drawn_from(before["right"])
     problem.check(before["right"])
-    with pytest.raises(UsageError, match="candidate 'right' is of another spec named 'focal' than the problem; draw"):
+    with pytest.raises(UsageError, match="'right' and the problem have different specs, both named 'focal'; make"):
         problem.check(after["right"])
 
 

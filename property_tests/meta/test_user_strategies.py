@@ -345,7 +345,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "rank": (
         lambda: find(drawn.problems(FUSED), lambda p: True).inputs(1),
-        "rank 1: expected one below 1, as layout single has",
+        "rank 1: expected a rank below 1, because the layout is single",
     ),
 }
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A problem bound to a candidate and a world."""
+"""Draws problems for a candidate, makes their tensors, runs the ranks, and compares the results."""

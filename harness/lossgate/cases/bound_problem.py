@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A problem bound to its spec: its tensors, references and noise, each made once, when asked for.
 
-Nothing of it hangs on a layout; ``PlacedProblem`` adds what does.
+Nothing of it depends on a layout. ``PlacedProblem`` adds the parts that do.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -32,8 +32,8 @@ class BoundProblem:
     """A problem of a spec, without its layout. Nothing in it depends on a candidate's code.
 
     Raises:
-        UsageError: if the spec does not allow the problem's options, or the problem does not suit
-            it otherwise; see ``cases.fit``.
+        UsageError: if the problem, or one of its options, does not suit the spec; see
+            ``cases.fit``.
     """
 
     def __init__(self, spec: Spec, problem: Problem) -> None:
@@ -45,7 +45,7 @@ class BoundProblem:
         self._mutated: dict[str, Mapping[Output, Tensor]] = {}
         self._derived: dict[str, BoundProblem] = {}
         self.tolerances: dict[Any, Tolerance] = {}
-        """Those of outputs that are the same on every layout, kept by ``Oracle``."""
+        """Tolerances of outputs that are the same on every layout. ``Oracle`` keeps them here."""
 
     @cached_property
     def unmasked(self) -> GlobalBatch:
@@ -62,12 +62,12 @@ class BoundProblem:
         return with_cotangents(masked, self.problem, self.bound_spec)
 
     def varied(self, name: str, change: Callable[[GlobalBatch], GlobalBatch]) -> "BoundProblem":
-        """Returns the problem with another batch, made once.
+        """Returns the problem with a changed batch. It is made once for each name.
 
         Args:
-            name: of the change.
-            change: gets the batch, and returns another. Its counts and upstream gradients are made
-                anew.
+            name: the name of the change.
+            change: gets the batch, and returns another. The counts and upstream gradients of the
+                latter are made anew.
         """
 
         def make() -> BoundProblem:
@@ -78,11 +78,13 @@ class BoundProblem:
         return self.derived(name, make)
 
     def redrawn(self, name: str, change: Callable[[GlobalBatch], GlobalBatch]) -> "BoundProblem":
-        """Returns the problem with other ids or logits, made once, and what follows from them drawn
-        anew: the log-probabilities of other policies are as near to the policy's as they were.
+        """Returns the problem with other ids or logits. It is made once for each name.
+
+        The fields that the spec draws from them are drawn anew. So the log-probabilities of other
+        policies are as near to the policy's as before.
 
         Args:
-            name: of the change.
+            name: the name of the change.
             change: gets the batch before the spec's own fields are drawn, and returns another.
         """
 
@@ -94,7 +96,7 @@ class BoundProblem:
         return self.derived(name, make)
 
     def derived(self, name: str, make: Callable[[], "BoundProblem"]) -> "BoundProblem":
-        """Returns another problem that is made of this one, once: other layouts need it, too."""
+        """Returns a problem made from this one. It is kept by its name, for other layouts too."""
         if name not in self._derived:
             self._derived[name] = make()
         return self._derived[name]
@@ -108,42 +110,45 @@ class BoundProblem:
         if spec.trained_dim == "token":
             covered |= covered_token_goals(batch, trained) | covered_filter_goals(batch.fields, trained)
         covered |= {name for name, goal in spec.goals.items() if goal.reached and self._reaches(name, goal.reached)}
-        if bool(trained.any()):
-            chosen = self.problem.scenario
-            found = {f"{c.name}: {chosen.get(c.name, c.default)}" for c in self.spec.scenarios}
-            covered |= found & self.spec.all_goals.keys()
-            if spec.trained_dim == "token" and self.problem.head == "hidden":
-                covered.add("with a bias" if self.problem.bias else "without a bias")
+        if not bool(trained.any()):
+            return frozenset(covered)
+        chosen = self.problem.scenario
+        scenarios = {f"{one.name}: {chosen.get(one.name, one.default)}" for one in spec.scenarios}
+        covered |= scenarios & spec.all_goals.keys()
+        if spec.trained_dim == "token" and self.problem.head == "hidden":
+            covered.add("with a bias" if self.problem.bias else "without a bias")
         return frozenset(covered)
 
     def _reaches(self, name: str, reached: Reached) -> bool:
+        """Returns whether the problem reaches a goal of the spec's author."""
         values, batch = self.dense.token_values(self.bound_spec), self.spec.batch(self.batch.known)
         with torch.no_grad(), told_as(f"spec {self.spec.name!r}: reached= of goal {name!r}"):
             return bool(torch.as_tensor(reached(values, batch, self.bound_spec.options)).any())
 
     @cached_property
     def trained(self) -> Trained:
-        """What is trained."""
+        """The tokens or sequences that are trained."""
         fields, spec = self.batch.fields, self.spec
         chosen = spec.trained_of(self.batch.known).nonzero().squeeze(1)
         if spec.trained_dim == "sequence":
-            return Trained(chosen.numpy(), torch.zeros_like(chosen).numpy(), chosen[:, None][:, :0].numpy())
+            no_ids = chosen.new_zeros(len(chosen), 0)
+            return Trained(chosen.numpy(), torch.zeros_like(chosen).numpy(), no_ids.numpy())
         sequence, starts = fields["sequence"][chosen], self.batch.known["cu_seqlens"]
         ids = spec.ids_of(fields)[chosen]
         return Trained(sequence.numpy(), (chosen - starts[sequence]).numpy(), ids.numpy())
 
     @cached_property
     def dense(self) -> DenseRun:
-        """The reference, with any options."""
+        """The reference on the batch, with any options."""
         return self.unmasked_dense if self.batch is self.unmasked else DenseRun(self.batch, self.problem.head)
 
     @cached_property
     def unmasked_dense(self) -> DenseRun:
-        """The reference before tokens near a kink are masked."""
+        """The reference on the batch before tokens near a kink are masked."""
         return DenseRun(self.unmasked, self.problem.head)
 
     def reference(self, returned: Collection[Output]) -> Mapping[Output, Tensor]:
-        """Computes the reference for a candidate that returns some outputs."""
+        """Computes the reference for a candidate that returns these outputs, with gradients."""
         key = frozenset(returned)
         if key not in self._references:
             self._references[key] = self.dense.outputs(self.bound_spec.returning(key))
@@ -152,34 +157,35 @@ class BoundProblem:
     def loss_with(
         self, fields: Mapping[str, Tensor], returned: Collection[Output] = ()
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Computes the loss of the batch, and its metrics, with other fields in place of some.
+        """Computes the loss and metrics of the batch with some fields replaced.
 
         Args:
-            fields: the others, by name.
-            returned: the outputs that a candidate returns, which tell the metrics that are needed.
+            fields: the fields that replace those of the batch, by name.
+            returned: the outputs that a candidate returns. They tell which metrics are needed.
         """
         values = self.dense.token_values(self.bound_spec)
         with torch.no_grad():
             return self.bound_spec.returning(returned).loss(values, {**self.batch.known, **fields})
 
     def reads_count(self, name: str, returned: Collection[Output] = ()) -> bool:
-        """Returns whether the loss hangs on a count, or a metric that is returned; False without a
-        loss.
+        """Returns whether the loss, or a returned metric, depends on a count such as valid_tokens.
+        False if the spec has no loss.
         """
         key = name, frozenset(returned)
         if key not in self._reads_count:
-            self._reads_count[key] = self.spec.reference is not None and self._hangs_on(name, returned)
+            self._reads_count[key] = self.spec.reference is not None and self._depends_on(name, returned)
         return self._reads_count[key]
 
-    def _hangs_on(self, name: str, returned: Collection[Output]) -> bool:
-        found: list[list[Tensor]] = []
-        for more in (0, 7):
+    def _depends_on(self, name: str, returned: Collection[Output]) -> bool:
+        def numbers_with(more: int) -> list[Tensor]:
             loss, metrics = self.loss_with({name: self.batch.fields[name] + more}, returned)
-            found.append([loss, *(metrics[o.name] for o in returned if o.kind == "metric")])
-        return any(float((one - other).abs()) > 1e-12 * float(one.abs()) for one, other in zip(*found, strict=True))
+            return [loss, *(metrics[output.name] for output in returned if output.kind == "metric")]
+
+        pairs = zip(numbers_with(0), numbers_with(7), strict=True)
+        return any(float((one - other).abs()) > 1e-12 * float(one.abs()) for one, other in pairs)
 
     def mutated(self, options: Mapping[str, Any]) -> Mapping[Output, Tensor]:
-        """Computes the loss and gradients that other options would give."""
+        """Computes the reference with other options, without metrics."""
         key = repr(sorted(options.items()))
         if key not in self._mutated:
             self._mutated[key] = self.dense.outputs(self.spec.bind(options).returning(()))
@@ -187,5 +193,5 @@ class BoundProblem:
 
     @cached_property
     def noise(self) -> KernelNoise:
-        """How far right kernels are from the reference."""
+        """The deviations of right kernels from the reference."""
         return KernelNoise(self.problem, self.batch, self.bound_spec)

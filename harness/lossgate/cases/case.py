@@ -30,9 +30,10 @@ from lossgate.worlds.base import RankFailure, World
 
 @contextmanager
 def all_cores() -> Generator[None]:
-    """Computes with a thread on each core that the process may use.
+    """Lets torch use a thread on each core that the process may use.
 
-    Only for float64: the last digits of a kernel's own numbers may hang on the number of threads.
+    This is only for the judge's float64 arithmetic, because the last digits of a kernel's own
+    numbers may depend on the number of threads.
     """
     threads = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -44,20 +45,19 @@ def all_cores() -> Generator[None]:
 
 
 _ROUNDING = 1e-9
-"""How far two references in float64 may be apart that are equal on paper."""
+"""The largest difference, by rounding in float64, of two references that are equal on paper."""
 _PATIENCE = 10.0
-"""How many times as long a rank may take for a large problem before it counts as hanging."""
+"""The factor of the time after which a rank counts as hanging, for large problems."""
 
 
 class Case:
     """A problem bound to a candidate and a world.
 
-    Each part is made at most once, when asked for. What each rank returned is kept, so that a
-    second look runs nothing again.
+    Each part is made at most once, when asked for. The ranks' results are kept, so a second look
+    does not run the kernel again.
 
     Raises:
-        UsageError: if the problem is for another spec, head, dtype or layout, or has something else
-            that was not declared; see ``cases.fit``.
+        UsageError: if the candidate, or the world, does not suit the problem; see ``cases.fit``.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Case:
 
         Args:
             candidate: the kernel.
-            problem: with its layout.
-            world: where the ranks run.
-            bound: the problem without its layout, if somebody has bound it already.
-            also_over: axes over which the world splits the problem although the candidate does not
-                declare them, because its ranks do the work of several.
+            problem: the problem with its layout.
+            world: the world in which the ranks run.
+            bound: the problem without its layout, if it is already bound.
+            also_over: axes that the candidate does not declare, but over which the world may split
+                the problem, because its ranks do the work of several.
         """
         check_fits(candidate, problem, world, {*candidate.axes, *also_over})
         self.candidate, self.problem, self.world = candidate, problem, world
@@ -99,20 +99,24 @@ class Case:
         options: Mapping[str, Any] | None = None,
         order: ReductionOrder | None = None,
     ) -> Sequence[T]:
-        """Runs the candidate on every rank, anew each time; returns what ``how`` does, by rank.
+        """Runs the candidate on every rank, anew in each call.
 
         Args:
             how: how the kernel is called.
-            batch: as the ranks hold it; by default that of the problem.
-            options: those that are not at their default; by default those of the problem.
-            order: in which a simulated world adds up; by default that of the problem.
+            batch: the batch as the ranks hold it; by default that of the problem.
+            options: the options that are not at their default; by default those of the problem.
+            order: the order in which a simulated world adds up; by default that of the problem.
+
+        Returns:
+            The result of ``how`` on each rank.
 
         Raises:
             RankFailure: if a rank failed.
             CandidateError: if the candidate broke its declared interface.
         """
-        given = self.problem.options if options is None else options
-        task = RankTask(self.candidate, given, self.placed.batch if batch is None else batch, how)
+        given_options = self.problem.options if options is None else options
+        given_batch = self.placed.batch if batch is None else batch
+        task = RankTask(self.candidate, given_options, given_batch, how)
         patience = _PATIENCE if is_large(self.problem) else 1.0
         with in_call():
             return self.world.run(
@@ -123,27 +127,30 @@ class Case:
         """Returns a case of the same problem with a changed batch, and with a reference of its own.
 
         Args:
-            name: of the change. The changed batch is kept with the problem, for other layouts.
+            name: the name of the change. The changed batch is kept with the problem, for other
+                layouts.
             change: gets the whole batch without padding, and returns another.
         """
         return Case(self.candidate, self.problem, self.world, self.bound.varied(name, change))
 
     def kept(self, reference: Mapping[Output, Tensor]) -> list[Output]:
-        """Returns the outputs for which another reference has the numbers of the problem's: what a
-        relation leaves as it is. Masked tokens are not compared.
+        """Returns the outputs that are equal in another reference and in the problem's own. These
+        are the outputs that a change to the batch leaves as they are. Masked tokens are not
+        compared.
         """
         own, mask = self.bound.reference(self.result.outputs), self.bound.batch.fields["mask"]
 
         def same(output: Output) -> bool:
-            pair = own[output], reference[output]
-            one, other = (x[mask] for x in pair) if output.kind == "token value" else pair
+            one, other = own[output], reference[output]
+            if output.kind == "token value":
+                one, other = one[mask], other[mask]
             return torch.allclose(one, other, rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True)
 
         return [output for output in own if same(output)]
 
     @property
     def ranks(self) -> Sequence[RankOutputs]:
-        """What the candidate returned on each rank.
+        """The outputs and gradients of the candidate on each rank.
 
         Raises:
             RankFailure: if a rank failed.
@@ -159,10 +166,10 @@ class Case:
         return self.whole(self.ranks)
 
     def whole(self, ranks: Sequence[RankOutputs], partition: Partition | None = None) -> Assembled:
-        """Puts together what the ranks gave in a call.
+        """Puts the ranks' outputs of a call together.
 
         Args:
-            ranks: what each rank returned, by rank.
+            ranks: the outputs of each rank.
             partition: how the batch of the call was split; by default as that of the problem.
         """
         return assemble(ranks, self.candidate, partition or self.placed.partition, self.problem.hidden)
@@ -174,9 +181,7 @@ class Case:
 
     @cached_property
     def comparisons(self) -> tuple[Comparison, ...]:
-        """Every output that was returned, and every gradient that must be given, compared with the
-        reference.
-        """
+        """The comparisons of every returned output and every required gradient."""
         result = self.result
         with all_cores() if is_large(self.problem) else nullcontext():
             return tuple(self.compare(result, self.oracle.gradients))
@@ -184,13 +189,13 @@ class Case:
     def compare(
         self, result: Assembled, required: Collection[Output], oracle: Oracle | None = None
     ) -> Iterator[Comparison]:
-        """Compares whole outputs with the reference. Those that are required and missing are a
-        fault.
+        """Compares whole outputs with the reference.
 
         Args:
             result: the outputs.
-            required: those that must be there.
-            oracle: judges them; by default by the declared precision.
+            required: the outputs that are compared even if they are missing. The comparison of a
+                missing output holds nothing but its faults.
+            oracle: the judge of the outputs; by default that of the declared precision.
         """
         oracle = oracle or self.oracle
         for output in dict.fromkeys([*result.outputs, *result.faults, *required]):
@@ -201,7 +206,7 @@ class Case:
                 yield Comparison(output=output, faults=faults)
 
     def unequal(self, ranks: Sequence[RankOutputs]) -> tuple[Output, ...]:
-        """Returns the outputs that have other bits on some rank than in a plain call."""
+        """Returns the outputs of another call that differ from the plain call on some rank."""
         pairs = zip(ranks, self.ranks, strict=True)
         return tuple(dict.fromkeys(output for own, plain in pairs for output in _differing(own, plain)))
 
@@ -211,40 +216,46 @@ class Case:
         required: Collection[Output] | None = None,
         among: Collection[Output] | None = None,
     ) -> tuple[Comparison, ...]:
-        """Compares what another call of the same problem gave with the reference.
+        """Compares the outputs of another call of the same problem with the reference.
 
-        Outputs that have the bits of the plain call say nothing new, and are left out.
+        Outputs that are equal to those of the plain call say nothing new, and are left out.
 
         Args:
-            called: what the call gave, by rank; or the whole outputs, if the call had other inputs
-                and they had to be changed back.
-            required: the gradients that it must give; by default all.
+            called: the outputs of each rank in that call; or the whole outputs, if the call had
+                other inputs and its outputs had to be changed back.
+            required: the gradients that the call must give; by default all.
             among: the outputs that are compared; by default all.
         """
-        result, plain = called if isinstance(called, Assembled) else self.whole(called), self.result
-        compared = result.outputs if among is None else {o: result.outputs[o] for o in result.outputs if o in among}
-        new = {o for o, whole in compared.items() if not same_bits(whole, plain.outputs.get(o))}
-        new |= {o for o in compared if result.faults.get(o, ()) != plain.faults.get(o, ())}
-        gradients = self.oracle.gradients if required is None else required
+        result = called if isinstance(called, Assembled) else self.whole(called)
+        plain = self.result
+
+        def is_new(output: Output) -> bool:
+            if not same_bits(result.outputs[output], plain.outputs.get(output)):
+                return True
+            return result.faults.get(output, ()) != plain.faults.get(output, ())
+
+        new = {o for o in result.outputs if (among is None or o in among) and is_new(o)}
         changed = Assembled(
             {o: whole for o, whole in result.outputs.items() if o in new},
             result.dtypes,
             {o: faults for o, faults in result.faults.items() if o in new or o not in result.outputs},
         )
-        missing = [o for o in (*plain.outputs, *plain.faults) if o.kind != "gradient" and o not in result.outputs]
-        wanted = [o for o in gradients if o not in result.outputs]
-        found = self.compare(changed, [*wanted, *missing])
+        expected = list(self.oracle.gradients if required is None else required)
+        expected += [o for o in (*plain.outputs, *plain.faults) if o.kind != "gradient"]
+        missing = [o for o in expected if o not in result.outputs]
+        found = self.compare(changed, missing)
         return tuple(one for one in found if among is None or one.output in among)
 
 
 def _differing(one: RankOutputs, other: RankOutputs) -> Iterator[Output]:
-    """Yields the outputs of a rank that have other bits in two calls."""
+    """Yields the outputs of a rank that differ between two calls."""
     for output in dict.fromkeys((*one, *other)):
         a, b = one.get(output), other.get(output)
-        if (a is None) != (b is None) or (a is not None and not same_bits(a, b)):
+        alike = b is None if a is None else same_bits(a, b)
+        if not alike:
             yield output
 
 
 def same_bits(one: Tensor, other: Tensor | None) -> bool:
-    """Returns whether two tensors are equal, NaN included."""
+    """Returns whether two tensors are equal. NaN equals NaN."""
     return other is not None and one.shape == other.shape and equal(one, other)

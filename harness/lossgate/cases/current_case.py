@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which problem a process runs, for which property, and whether it calls the kernel: in a file that
-is left when it dies.
+"""Writes to a file which problem a process runs. The file is still there if the process dies.
 
-Its time of change is a sign of life. Processes that no parent watches write nothing.
+It also tells the property for which the problem runs, and whether the kernel is being called. Its
+time of change is a sign of life. Processes that no parent watches write no file.
 """
 
 import os
@@ -20,30 +20,30 @@ _END_OF_NAME = b"\n"
 _open: list[int] = []
 """The descriptor of the file, if this process writes one."""
 _called: list[bool] = []
-"""Holds something if a kernel was called in this job."""
+"""Not empty if a kernel was called in this job."""
 
 
 class Phase(Enum):
-    """How far a process is with a problem. The value is how the file begins."""
+    """How far a process is with a problem. The value is the first byte of the file."""
 
     NOT_CALLED = b"n"
-    """No kernel was called yet in this job. A process that ends now does not end by the kernel."""
+    """No kernel was called yet in this job. If the process ends now, the kernel is not to blame."""
     IN_CALL = b"c"
-    """The kernel is called."""
+    """The kernel is being called."""
     BETWEEN = b"b"
-    """It was called, and lossgate works now, or has a thread of the kernel beside it."""
+    """The kernel was called, and lossgate works now. A thread of the kernel may still run."""
     DONE = b"d"
     """The problem is done."""
 
 
 def open_in(folder: str) -> None:
-    """Has this process write which problem it runs, into a folder of its parent."""
+    """Opens the file in a folder of the parent process. From now on this process writes to it."""
     _open[:] = [os.open(Path(folder, _NAME), os.O_RDWR | os.O_CREAT | os.O_TRUNC)]
 
 
 @contextmanager
 def running(problem: Problem, held_to: str) -> Generator[None]:
-    """Writes that a problem runs for a property, and afterwards that it is done."""
+    """Writes that a problem runs for a property, and afterwards that the problem is done."""
     if _open:
         _write(_phase().value + held_to.encode() + _END_OF_NAME + problem.to_json().encode())
     try:
@@ -54,7 +54,7 @@ def running(problem: Problem, held_to: str) -> Generator[None]:
 
 @contextmanager
 def in_call() -> Generator[None]:
-    """Writes that the kernel is called, and afterwards that it is not any more."""
+    """Writes that the kernel is being called, and afterwards that the call has ended."""
     _called[:] = [True]
     _begin_with(Phase.IN_CALL)
     try:
@@ -64,7 +64,7 @@ def in_call() -> Generator[None]:
 
 
 def none_yet() -> None:
-    """Writes that a new job has run no problem yet: that of the last one is not its own."""
+    """Empties the file, because a new job has run no problem yet."""
     _called.clear()
     _write(b"")
 
@@ -94,7 +94,7 @@ def beat() -> None:
 
 
 def last_beat(folder: str) -> int:
-    """Returns when a process gave its last sign of life; 0 if it has given none."""
+    """Returns the time of a process's last sign of life, in nanoseconds; 0 if it has given none."""
     try:
         return Path(folder, _NAME).stat().st_mtime_ns
     except OSError:
@@ -103,16 +103,16 @@ def last_beat(folder: str) -> int:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a process ran last."""
+    """The last problem that a process ran."""
 
     problem: Problem
     held_to: str
-    """The property."""
+    """The property for which the problem ran."""
     phase: Phase
 
 
 def read(folder: str) -> Ran | None:
-    """Returns what a process ran last; None if it ran nothing."""
+    """Returns the last problem that a process ran; None if it ran none."""
     try:
         content = Path(folder, _NAME).read_bytes()
         held_to, _, problem = content[1:].partition(_END_OF_NAME)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two candidates gave on the same problem, compared with each other.
+"""Compares the results of two candidates on the same problem with each other.
 
-K is the result of one, L that of the other, R the reference, and E and F are the members of their
-ensembles. The judge's statistics are those of ``judge.statistics``, with
+K is the result of the first candidate, L that of the second, and R the reference. E_m and F_m are
+the members of their ensembles. The statistics are those of ``judge.statistics``, with
 
     d = K - L                           in place of K - R
     E_m - F_(m+1)                       in place of E_m - R
 
-The second says how far two right kernels are apart that round as the two declare: both round, so
-the noise of the difference is that of both together. SCALE is then by how much K is larger than L,
-relative to the reference. Members are paired with the next, because the two ensembles draw from the
-same numbers: with the same precision, E_m and F_m are equal.
+The latter is the difference of two right kernels that round as the two declare, so it has the noise
+of both. SCALE is then by how much K is larger than L, relative to the reference. Each member is
+paired with the next member of the other ensemble, because both ensembles draw from the same
+numbers: with the same precision, E_m and F_m are equal.
 
-Two kernels that share code round alike and differ by less. That is no disagreement, so nothing is
-expected of a difference but that it is not too large.
+Two kernels that share code round alike and differ by less. That is no disagreement: a difference
+must only not be too large.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,8 +35,8 @@ from lossgate.specs.outputs import Output
 def differences(first: Case, second: Case) -> Iterator[Comparison]:
     """Compares the outputs that both candidates give.
 
-    A gradient that only one of them gives is a fault. Other outputs that only one returns are left
-    out: they are not required.
+    A gradient that only one candidate gives is a fault. Other outputs are not required, so they are
+    left out if only one candidate returns them.
 
     Args:
         first, second: two candidates on the same problem, in worlds of the same layout.
@@ -48,12 +48,12 @@ def differences(first: Case, second: Case) -> Iterator[Comparison]:
         RankFailure: if a rank failed.
         CandidateError: if a candidate broke its declared interface.
     """
-    given = first.result.outputs, second.result.outputs
-    for output in dict.fromkeys((*given[0], *given[1])):
-        if output in given[0] and output in given[1]:
+    of_first, of_second = first.result.outputs, second.result.outputs
+    for output in dict.fromkeys((*of_first, *of_second)):
+        if output in of_first and output in of_second:
             yield _difference(output, first, second)
         elif output.kind == "gradient":
-            only = first if output in given[0] else second
+            only = first if output in of_first else second
             yield Comparison(output=output, kernels=2, faults=(f"only {only.candidate.name} gives it",))
 
 
@@ -75,13 +75,20 @@ def _difference(output: Output, first: Case, second: Case) -> Comparison:
     apart, faults = _subtract(*results)
     finite = reference.isfinite()  # where it is not, only the kind of infinity counts
     reference, noise, apart = (torch.where(finite, x, 0.0) for x in (reference, noise, apart))
+
+    def rounding_of_both(x: Tensor) -> Tensor:
+        return torch.hypot(*(format_.error(x) for format_ in formats))
+
+    def alike_of_both(x: Tensor) -> Tensor:
+        return torch.stack([format_.error(x) for format_ in alike]).sum(0)
+
     tolerance = Tolerance(
         output,
         reference,
         noise,
         unit=hypot(*(format_.unit for format_ in formats)),
-        rounding=lambda x: torch.hypot(*(format_.error(x) for format_ in formats)),
-        alike=lambda x: torch.stack([format_.error(x) for format_ in alike]).sum(0),
+        rounding=rounding_of_both,
+        alike=alike_of_both,
         alike_runs=torch.where(finite, alike_runs, 0.0),
         knows_noise=all(case.oracle.knows_noise(output) for case in cases),
         blocks=blocks_of(output, first.placed.partition, first.candidate.tiles, compared),
@@ -91,16 +98,23 @@ def _difference(output: Output, first: Case, second: Case) -> Comparison:
 
 
 def _apart(reference: Tensor, runs: Sequence[Tensor | None]) -> Tensor:
-    """Returns how far two kernels are apart that round equal numbers alike, ``[n, *shape]``."""
+    """Returns the differences of the runs of two kernels that round equal numbers alike,
+    ``[n, *shape]``. A kernel without such runs has no error.
+    """
     one, other = (torch.zeros_like(reference)[None] if each is None else each for each in runs)
     return one - other.roll(1, 0)
 
 
 def _subtract(one: Tensor, other: Tensor) -> tuple[Tensor, tuple[str, ...]]:
-    """Returns the difference, which is 0 where both are the same infinity or both NaN; and where
-    only one of them is finite, in words.
+    """Subtracts two results.
+
+    Returns:
+        The difference, and faults. Where both are the same infinity, or both NaN, the difference is
+        0. Other entries that are not finite in both are a fault.
     """
     same = (one == other) | (one.isnan() & other.isnan())
     lost = ~same & ~(one.isfinite() & other.isfinite())
-    faults = (f"{int(lost.sum())} of {one.numel()} entries are not both finite, nor the same",) if lost.any() else ()
-    return torch.where(same | lost, 0.0, one - other), faults
+    difference = torch.where(same | lost, 0.0, one - other)
+    if not lost.any():
+        return difference, ()
+    return difference, (f"{int(lost.sum())} of {one.numel()} entries are not both finite, nor the same",)

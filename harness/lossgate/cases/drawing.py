@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis as an engine: it draws problems and makes them smaller.
+"""Draws problems with Hypothesis, and makes them smaller.
 
-The same seed draws the same problems in every process; see ``seeded_provider``.
+The same seed draws the same problems in every process; see ``SeededProvider``.
 """
 
 from collections.abc import Callable
@@ -26,21 +26,24 @@ class _DoneError(BaseException):
 
 @dataclass(frozen=True)
 class Draws:
-    """Which problems are drawn."""
+    """Problems to draw: for which candidate, how many, and of which kind."""
 
     candidate: Candidate
     dtype: str
     seed: str
     count: int
     targets: tuple[ForcedOption | None, ...] = (None,)
-    """Each problem has one of these: an option that must have one of some values, or None."""
+    """Each problem is drawn for one of these: an option that must have one of some values, or None
+    for no such option."""
     rich: bool = False
-    """Nearly all problems are of middle size and have trained tokens."""
+    """Whether nearly all problems are of middle size and have trained tokens."""
     large: Shape | None = None
-    """The sizes of the problems, if they are large."""
+    """The sizes of large problems; None for usual sizes."""
 
     def all(self) -> list[Problem]:
-        """Returns the problems, without layouts; fewer if options leave fewer."""
+        """Returns the problems, without layouts. There are fewer than ``count`` if the options do
+        not allow so many.
+        """
         drawn: list[Problem] = []
         self.each(drawn.append)
         return drawn
@@ -59,15 +62,16 @@ class Draws:
         """Gives the problems to a function one by one.
 
         Args:
-            check: called with each problem; an exception ends the draws.
-            shrink: when it raises, call it with smaller and smaller problems, as long as they make
-                it raise too. The simplest of all is then given first, whatever the seed.
+            check: called with each problem. An exception ends the draws.
+            shrink: whether to call ``check`` with smaller and smaller problems after it has raised,
+                as long as they make it raise too. The simplest problem of all is then given first,
+                whatever the seed.
         """
         phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
         SeededProvider.random = Random(self.seed)
         first = True  # Hypothesis begins with the simplest problem, whatever the seed
 
-        @hypothesis.seed(0)  # of the choices that shrinking makes
+        @hypothesis.seed(0)  # for the choices that shrinking makes
         @hypothesis.settings(
             max_examples=self.count + 1,
             database=None,
@@ -88,6 +92,6 @@ class Draws:
         try:
             with without_constants_of_modules():
                 draw()
-        except Unsatisfiable:
+        except Unsatisfiable:  # a target may rule out every draw
             if None in self.targets:
                 raise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the strategies give to a user's property test: a problem or a pack, and all made of it."""
+"""The values that strategies give to a user's property test: problems and packs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class DrawnProblem:
     """
 
     problem: Problem
-    """What was drawn: sizes, masks, options, and the seed of all numbers."""
+    """The drawn description: sizes, masks, options, and the seed of all numbers."""
     spec: Spec = field(compare=False)
 
     @classmethod
@@ -42,8 +42,8 @@ class DrawnProblem:
         """Makes the problem again that a failing test has shown.
 
         Args:
-            text: what ``problem.to_json()`` gives.
-            spec: of the problem, if it is not one of lossgate or of an installed package.
+            text: the problem as JSON, from ``problem.to_json()``.
+            spec: the spec of the problem, if neither lossgate nor an installed package has it.
         """
         problem = Problem.from_json(text)
         return cls(problem, spec or find_spec(problem.spec))
@@ -58,19 +58,21 @@ class DrawnProblem:
         return self._bound.bound_spec.options
 
     def inputs(self, rank: int = 0, dtype: torch.dtype | None = None) -> Any:
-        """Makes what a kernel gets on a rank. Tensors are new in each call, and leaves of autograd.
+        """Makes the inputs of a kernel on a rank. Tensors are new in each call, and the
+        differentiable ones are leaves of autograd.
 
         Args:
-            rank: one of the layout.
-            dtype: of all floating-point inputs, if it is not to be the problem's. In float64, the
-                numbers are exactly the reference's, so that a kernel may be compared tightly.
+            rank: a rank of the layout.
+            dtype: the dtype of all floating-point inputs; by default that of the problem. In
+                float64 the kernel gets exactly the numbers of the reference, so that the two may be
+                compared tightly.
         """
         return local_inputs(self.spec, self.problem.head, self._placed.batch, self._checked(rank), dtype=dtype)
 
     def upstream(self, rank: int = 0) -> dict[str, Tensor]:
         """Makes the upstream gradient of each output that gets one, by the output's name.
 
-        The gradients of ``reference`` are those that these give.
+        The gradients that ``reference`` returns belong to these upstream gradients.
         """
         partition, rank = self._placed.partition, self._checked(rank)
         given = self._placed.batch.cotangents
@@ -79,17 +81,17 @@ class DrawnProblem:
     def reference(self, rank: int = 0) -> dict[str, Tensor]:
         """Computes the reference's outputs in float64, by name: "loss", "grad of hidden", metrics.
 
-        A tensor that the layout splits is cut as the inputs of the rank are, with zeros at padding.
-        What ranks add up to is whole: loss, metrics, and gradients of weight and bias over dp and
-        cp.
+        A tensor that the layout splits is cut like the inputs of the rank, with zeros at padding.
+        A number or tensor that the ranks add up is the whole sum: the loss, the metrics, and over
+        dp and cp the gradients of weight and bias.
         """
         rank = self._checked(rank)
         return {str(output): self._on_rank(output, whole, rank) for output, whole in self._reference.items()}
 
     def outputs(self, candidate: Candidate) -> dict[str, Tensor]:
-        """Runs a candidate on simulated ranks, and puts together what they return, by name.
+        """Runs a candidate on simulated ranks, and puts their outputs together, by name.
 
-        Tokens are those of the sequences end to end, without padding.
+        Outputs of tokens hold those of the sequences end to end, without padding.
 
         Raises:
             RankFailure: if a rank failed.
@@ -101,13 +103,15 @@ class DrawnProblem:
         """Runs a candidate on simulated ranks, and compares it with the reference.
 
         Raises:
-            AssertionError: if it disagrees by more than its declared precision explains.
+            AssertionError: if an output differs by more than the candidate's declared precision
+                explains.
             RankFailure: if a rank failed.
             UsageError: if the problem does not suit the candidate.
         """
-        lines = [line for comparison in self._case(candidate).comparisons for line in explain(comparison)]
-        if lines:
-            raise AssertionError("\n  ".join([f"{candidate.name} disagrees with the reference", *lines, f"on: {self}"]))
+        findings = [line for comparison in self._case(candidate).comparisons for line in explain(comparison)]
+        if findings:
+            lines = [f"{candidate.name} disagrees with the reference", *findings, f"on: {self}"]
+            raise AssertionError("\n  ".join(lines))
 
     def __str__(self) -> str:
         return self.problem.describe()
@@ -118,11 +122,11 @@ class DrawnProblem:
 
     @property
     def _spec_variable(self) -> str:
-        """The variable that holds a spec of the user: the decorator left it its name."""
+        """The name of the variable that holds a user's spec: the name of the decorated function."""
         return str(getattr(self.spec.reference, "__name__", self.spec.name))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Shows the same in Hypothesis's reports, which otherwise print every field of the spec."""
+        """Prints the repr in Hypothesis's reports, which else print every field of the spec."""
         printer.text(repr(self))
 
     @cached_property
@@ -138,10 +142,11 @@ class DrawnProblem:
         return self._bound.dense.outputs(self._bound.bound_spec)
 
     def _case(self, candidate: Candidate) -> Case:
-        if candidate.spec is not self.spec and candidate.spec.name == self.spec.name:  # as in a notebook
+        # A notebook may run the cell that makes the spec once more.
+        if candidate.spec is not self.spec and candidate.spec.name == self.spec.name:
             raise UsageError(
-                f"candidate {candidate.name!r} is of another spec named {self.spec.name!r} than the problem; "
-                "draw problems from the candidate after its spec was made"
+                f"candidate {candidate.name!r} and the problem have different specs, both named {self.spec.name!r}; "
+                "make the spec, then the candidate, and then draw problems from the candidate"
             )
         world = SimulatedWorld(self.layout)
         try:
@@ -153,26 +158,31 @@ class DrawnProblem:
 
     def _checked(self, rank: int) -> int:
         if rank not in range(self.layout.ranks):
-            raise UsageError(f"rank {rank}: expected one below {self.layout.ranks}, as layout {self.layout} has")
+            raise UsageError(
+                f"rank {rank}: expected a rank below {self.layout.ranks}, because the layout is {self.layout}"
+            )
         return rank
 
     def _on_rank(self, output: Output, whole: Tensor, rank: int) -> Tensor:
+        """Returns a rank's part of an output, with zeros at padding."""
         partition, dims = self._placed.partition, output.dims
         if "token" in dims:
             at = dims.index("token")
             padded = whole.new_zeros([partition.tokens if i == at else n for i, n in enumerate(whole.shape)])
             whole = padded.index_copy(at, partition.real_tokens, whole)
         most = max(shard.padding for shard in partition.vocab_shards)
-        padding = whole.new_zeros([most if dim == "vocab" else n for dim, n in zip(dims, whole.shape, strict=True)])
-        return partition.shard(whole, dims, rank, padding)
+        vocab_padding = whole.new_zeros(
+            [most if dim == "vocab" else size for dim, size in zip(dims, whole.shape, strict=True)]
+        )
+        return partition.shard(whole, dims, rank, vocab_padding)
 
 
 @dataclass(frozen=True)
 class DrawnPack:
     """Sequences as a context-parallel trainer packs them: each padded, then all end to end.
 
-    With cp ranks, a sequence is padded to a multiple of ``2 cp`` tokens, and of ``pad_to_multiple``
-    of these pieces. Rank r has pieces r and ``2 cp - 1 - r`` of each sequence.
+    With cp ranks, each sequence is padded so that it splits into ``2 cp`` pieces, each a multiple
+    of ``pad_to_multiple`` tokens long. Rank r has pieces r and ``2 cp - 1 - r`` of each sequence.
     """
 
     lengths: tuple[int, ...]
@@ -191,21 +201,21 @@ class DrawnPack:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """``[sequences + 1]`` int32: where the sequences would start without padding."""
+        """``[sequences + 1]`` int32: the starts of the sequences without padding, and the end."""
         return offsets(self.lengths)
 
     @property
     def cu_seqlens_padded(self) -> Tensor:
-        """``[sequences + 1]`` int32: where the sequences start in the padded pack."""
+        """``[sequences + 1]`` int32: the starts of the sequences with padding, and the end."""
         return offsets(self.padded_lengths)
 
     @property
     def real(self) -> Tensor:
-        """``[tokens]`` bool: the token is no padding."""
+        """``[tokens]`` bool: whether each token is real, not padding."""
         return torch.zeros(self.tokens, dtype=torch.bool).index_fill(0, self._partition.real_tokens, True)
 
     def of_rank(self, cp_rank: int) -> Tensor:
-        """Returns the positions in the padded pack that a cp rank holds, in its order, int64."""
+        """Returns the positions in the padded pack that a cp rank holds, int64, in its order."""
         if cp_rank not in range(self.cp):
             raise UsageError(f"of_rank({cp_rank!r}): expected a cp rank below {self.cp}")
         return self._partition.token_shards[0, cp_rank]

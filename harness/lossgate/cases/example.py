@@ -29,7 +29,7 @@ def example(
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> DrawnProblem:
-    """Makes a small problem to play with: what a kernel gets, and what is right.
+    """Makes a small problem to play with: the inputs of a kernel, and the right results.
 
     For example::
 
@@ -39,20 +39,20 @@ def example(
         loss.backward()
         example.reference()["loss"]
 
-    The same arguments give the same numbers. All tokens are trained that can be.
+    The same arguments give the same numbers. Every token is trained that has a next token in its
+    sequence.
 
     Args:
         of: a spec, by name or as the object, or a candidate.
-        head: where the kernel starts; by default that of the candidate, or the spec's first.
-        lengths: the tokens of each sequence; by default 5 and 3, or two such groups if the spec
-            has pairs.
+        head: where the kernel starts; by default the head of the candidate, or the spec's first.
+        lengths: the tokens of each sequence; by default 5 and 3, or 5, 3, 5 and 3 if the spec has
+            pairs.
         hidden: the width of the hidden states, at head "hidden".
         vocab: the rows of the vocabulary, at heads with logits.
-        dtype: of the differentiable inputs.
-        layout: the ranks between which it is split, such as "tp=2"; ``inputs(rank)`` has the part
-            of each.
-        options: those that are not at their default, by name.
-        seed: another gives other numbers.
+        dtype: the dtype of the differentiable inputs.
+        layout: the layout of the ranks, such as "tp=2". ``inputs(rank)`` has the part of a rank.
+        options: the options that are not at their default, by name.
+        seed: the seed of all numbers.
 
     Returns:
         The problem: its ``inputs(rank)``, ``options``, ``upstream(rank)``, ``reference(rank)``, and
@@ -61,13 +61,17 @@ def example(
     Raises:
         UsageError: if the spec has no such head or option, or the sizes do not suit it.
     """
-    spec = of.spec if isinstance(of, Candidate) else of if isinstance(of, Spec) else find_spec(of)
-    start = head or (of.head if isinstance(of, Candidate) else next(iter(spec.inputs)))
+    if isinstance(of, Candidate):
+        spec, own_head = of.spec, of.head
+    else:
+        spec = of if isinstance(of, Spec) else find_spec(of)
+        own_head = next(iter(spec.inputs))
+    start = head or own_head
     if start not in spec.inputs:
         raise UsageError(f"example(head={start!r}): spec {spec.name!r} has no such head; {nearest(start, spec.inputs)}")
     given = tuple(lengths) if lengths is not None else _LENGTHS * spec.group_size
     own = dict(options or {})
-    common: dict[str, Any] = {name: own.pop(name) for name in COMMON_OPTIONS if name in own}
+    common: dict[str, Any] = {name: own.pop(name) for name in COMMON_OPTIONS if name in own}  # fields of Problem
     if spec.outputs[0] == "logprobs":
         common["cotangent"] = "logprobs"
     problem = Problem(
@@ -85,5 +89,5 @@ def example(
         **common,
     )
     drawn = DrawnProblem(problem, spec)
-    drawn.inputs()  # what does not suit is reported here, not where it is used
+    drawn.inputs()  # so that unsuitable arguments are reported here, and not where they are used
     return drawn

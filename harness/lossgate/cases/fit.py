@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a problem suits a spec, a candidate and a world: what drawing guarantees, and a file may
-not keep.
+"""Checks that a problem suits a spec, a candidate and a world.
+
+Drawn problems always do, but an edited file may not.
 """
 
 from collections.abc import Collection, Iterator
@@ -20,11 +21,11 @@ from lossgate.worlds.base import World
 
 
 def check_fits_spec(spec: Spec, problem: Problem) -> None:
-    """Refuses a problem from which the inputs of a spec can't be made. Options are checked where
-    the spec is bound to them.
+    """Refuses a problem from which the inputs of a spec can't be made. Options are checked when the
+    spec is bound to them.
 
     Raises:
-        UsageError: with what does not suit it, and what was expected.
+        UsageError: if the problem does not suit the spec. The message says what was expected.
     """
     who = f"problem: spec {spec.name!r}"
     if problem.head not in spec.inputs:
@@ -35,38 +36,49 @@ def check_fits_spec(spec: Spec, problem: Problem) -> None:
     if problem.outliers and not head.has_logits:
         raise UsageError(f"problem: head {problem.head!r} has no logits, so no outliers; expected outliers=()")
     if problem.group_size != spec.group_size:
-        raise UsageError(f"{who} has sequences in groups of {spec.group_size}; the problem has {problem.group_size}")
+        raise UsageError(
+            f"{who} has sequences in groups of {spec.group_size}, but the problem has group_size={problem.group_size}"
+        )
     if problem.cotangent not in ("both", *spec.outputs):
-        raise UsageError(f"{who} has no output {problem.cotangent!r}; expected cotangent of {', '.join(spec.outputs)}")
+        raise UsageError(
+            f"{who} has no output {problem.cotangent!r}; expected a cotangent of {' or '.join(spec.outputs)}"
+        )
     known = {scenario.name: scenario for scenario in spec.scenarios}
     for name, value in problem.scenario.items():
         if name not in known:
             raise UsageError(f"{who} has no scenario {shown(name)}; {nearest(name, known)}")
-        if value not in (choices := tuple(dict.fromkeys((*known[name].choices, *known[name].on_request)))):
+        choices = tuple(dict.fromkeys((*known[name].choices, *known[name].on_request)))
+        if value not in choices:
             raise UsageError(f"problem: scenario {name} is {shown(value)}; expected one of {', '.join(choices)}")
 
 
 def check_fits(candidate: Candidate, problem: Problem, world: World, axes: Collection[Axis]) -> None:
-    """Refuses a problem that a candidate was not declared for, or a world of other ranks.
+    """Refuses a problem that a candidate does not declare to support, or a world of another layout.
+
+    Args:
+        candidate: the candidate.
+        problem: the problem with its layout.
+        world: the world in which the ranks run.
+        axes: the axes that the layout may split.
 
     Raises:
-        UsageError: with what does not suit it, and the way out.
+        UsageError: if the problem does not suit. The message says what to do.
     """
     who = f"candidate {candidate.name!r}"
     for what, own, needed in (("spec", candidate.spec.name, problem.spec), ("head", candidate.head, problem.head)):
         if own != needed:
             raise UsageError(
-                f"{who} has {what} {own!r}, and the problem has {shown(needed)}; choose a candidate of {what} "
+                f"{who} has {what} {own!r}, but the problem has {shown(needed)}; choose a candidate of {what} "
                 f"{shown(needed)}"
             )
     if problem.dtype not in candidate.precision:
         raise UsageError(
-            f"{who} takes {', '.join(candidate.dtypes)}, and the problem is in {problem.dtype}; "
+            f"{who} takes {', '.join(candidate.dtypes)}, but the problem is in {problem.dtype}; "
             f"choose a candidate that takes {problem.dtype}"
         )
     if extra := [axis for axis in problem.layout.axes if axis not in axes]:
         raise UsageError(
-            f"{who} is not sharded over {', '.join(extra)}, and the problem's layout is {problem.layout}; "
+            f"{who} is not sharded over {', '.join(extra)}, but the problem's layout is {problem.layout}; "
             f"declare axes={(*candidate.axes, *extra)!r} or choose another candidate"
         )
     _check_supported(candidate, problem, who)
@@ -74,36 +86,42 @@ def check_fits(candidate: Candidate, problem: Problem, world: World, axes: Colle
     _check_cotangent(candidate, problem, who)
     _check_rounding(candidate, problem, who)
     if world.layout != problem.layout:
-        raise UsageError(f"the world has layout {world.layout}, and the problem {problem.layout}; make a world of it")
+        raise UsageError(
+            f"the world has layout {world.layout}, but the problem has {problem.layout}; make a world of that layout"
+        )
 
 
 def _check_supported(candidate: Candidate, problem: Problem, who: str) -> None:
+    """Refuses a problem with an option that the candidate does not support."""
     given = {option.name: problem.options.get(option.name, option.default) for option in candidate.spec.options}
-    given |= {"bias": problem.bias} | ({"vocab_split": problem.vocab_split} if problem.layout.tp > 1 else {})
+    given["bias"] = problem.bias
+    if problem.layout.tp > 1:
+        given["vocab_split"] = problem.vocab_split
     for option, value in given.items():
         supported = candidate.supported(option)
         if supported is not ANY and value not in supported:
             raise UsageError(
-                f"{who} does not support {option}={shown(value)}, and the problem has it; declare it in supports, or "
+                f"{who} does not support {option}={shown(value)}, but the problem has it; declare it in supports, or "
                 "choose another problem"
             )
 
 
 def _check_excluded(candidate: Candidate, problem: Problem, who: str) -> None:
-    """Refuses a situation that the candidate is never given."""
-    situations = {one.name: [problem.scenario.get(one.name, one.default)] for one in candidate.spec.scenarios}
-    for name, chosen in {**situations, EMPTY.name: [*_empty(problem)]}.items():
+    """Refuses a problem with a choice that the candidate excludes."""
+    chosen = {one.name: [problem.scenario.get(one.name, one.default)] for one in candidate.spec.scenarios}
+    chosen[EMPTY.name] = [*_empty(problem)]
+    for name, choices in chosen.items():
         excluded = candidate.excludes[name].choices if name in candidate.excludes else ()
-        for choice in chosen:
+        for choice in choices:
             if choice in excluded:
                 raise UsageError(
-                    f"{who} is not given {name} {choice!r}, as it declares, and the problem has it; leave that out of "
-                    "supports, or choose another problem"
+                    f"{who} declares that it is never given {name} {choice!r}, but the problem has it; remove the "
+                    "exclusion from supports, or choose another problem"
                 )
 
 
 def _empty(problem: Problem) -> Iterator[str]:
-    """Yields what has no token: a sequence, or all of a dp rank."""
+    """Yields "sequence" if a sequence has no token, and "rank" if a dp rank has none."""
     if 0 in problem.lengths:
         yield "sequence"
     partition = problem.partition
@@ -112,21 +130,25 @@ def _empty(problem: Problem) -> Iterator[str]:
 
 
 def _check_cotangent(candidate: Candidate, problem: Problem, who: str) -> None:
-    """Refuses upstream gradients of outputs that carry none: the kernel could not be called."""
+    """Refuses a problem with upstream gradients of outputs that are not differentiable, because
+    backward could not be called.
+    """
     own = candidate.differentiable
-    if problem.cotangent not in (*own, *(["both"] if len(own) > 1 else [])):
+    allowed = (*own, "both") if len(own) > 1 else own
+    if problem.cotangent not in allowed:
         raise UsageError(
-            f"{who} has gradients of {', '.join(own)}, and the problem has cotangent={problem.cotangent!r}; change "
-            "differentiable, or choose another problem"
+            f"{who} has gradients of {', '.join(own)}, but the problem has cotangent={problem.cotangent!r}; change "
+            "differentiable= of the candidate, or choose another problem"
         )
 
 
 def _check_rounding(candidate: Candidate, problem: Problem, who: str) -> None:
-    """Refuses a problem whose tokens may lie too near to a kink for what the candidate rounds."""
+    """Refuses a problem whose tokens may lie too near to a kink for the candidate's rounding."""
     spec, coarsest = candidate.spec, candidate.coarsest(problem.dtype)
-    near = spec.kinks or issubclass(spec.options_type, FilterOptions)
-    if near and ROUNDED_TO[coarsest].unit > problem.coarsest.unit:
+    has_kinks = spec.kinks or issubclass(spec.options_type, FilterOptions)
+    if has_kinks and ROUNDED_TO[coarsest].unit > problem.coarsest.unit:
         raise UsageError(
-            f"{who} rounds to {coarsest} what the loss is computed from, and the problem's tokens keep clear of kinks "
-            f"by rounded_to={problem.rounded_to!r}; run verify for a problem of this candidate"
+            f"{who} rounds inputs of the loss to {coarsest}. The problem was made for finer rounding "
+            f"(rounded_to={problem.rounded_to!r}), so its tokens may lie too near to a kink of the loss; run verify to "
+            "get a problem for this candidate"
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks tokens whose numbers a narrow dtype cannot hold, such as ratios of 1e9 in float16.
 
-A kernel in that dtype gives infinities there, and NaN where it multiplies them by 0. It is no less
-right for that, so problems keep clear of such numbers.
+A right kernel in that dtype gives infinities there, and NaN where it multiplies them by 0. So
+problems do not train such tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,11 +22,12 @@ from lossgate.problems.problem import Problem
 from lossgate.specs.bound_spec import BoundSpec
 
 _SHARE = 2.0**-7
-"""Of the dtype's largest number: what a number of one token may be, so that sums over tokens, and
-over a row of the lm-head, stay in range."""
+"""The largest number of one token, as a share of the dtype's largest number. So sums over tokens,
+and over a row of the lm-head, stay in range."""
 
 _ROUNDS = 5
-"""Masking a token moves the means over others. So it is repeated up to this often."""
+"""The most rounds of masking. A masked token moves the means over others, so these are checked
+again."""
 
 
 def mask_out_of_range(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> GlobalBatch:
@@ -34,8 +35,8 @@ def mask_out_of_range(batch: GlobalBatch, problem: Problem, bound: BoundSpec) ->
     kernels hold it.
 
     Returns:
-        The batch with a smaller mask; the batch itself if all numbers are in range, as they always
-        are in a dtype with the exponents of float32.
+        The batch with a smaller mask; the batch itself if all numbers are in range. Dtypes with the
+        exponents of float32 count as wide enough for all numbers.
     """
     largest = min(torch.finfo(dtype).max for dtype in (TORCH_DTYPES[problem.dtype], problem.coarsest.dtype))
     if largest >= torch.finfo(torch.bfloat16).max or bound.spec.reference is None:
@@ -52,7 +53,9 @@ def mask_out_of_range(batch: GlobalBatch, problem: Problem, bound: BoundSpec) ->
 
 
 def _large(batch: GlobalBatch, problem: Problem, bound: BoundSpec, most: float) -> Iterator[Tensor]:
-    """Yields bool tensors: which entries of the results of each operation are too large."""
+    """Yields bool tensors: the entries that are too large, in results of operations and in the
+    gradients of the values per token.
+    """
     run = DenseRun(batch, problem.head)
     run.token_values(bound)
     with _RecordLarge(most) as record:
@@ -65,7 +68,7 @@ def _large(batch: GlobalBatch, problem: Problem, bound: BoundSpec, most: float) 
 
 
 class _RecordLarge(DispatchMode):
-    """Records which entries of results are larger than a number, and finite."""
+    """Records which entries of the results of operations are finite, but larger than ``most``."""
 
     def __init__(self, most: float) -> None:
         super().__init__()

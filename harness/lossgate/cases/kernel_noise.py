@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far right kernels are from the reference on one problem, on any layout.
+"""The deviations of right kernels from the reference on one problem, on any layout.
 
-An ensemble rounds each number for itself, and runs on a grid round equal numbers alike.
+An ensemble of runs rounds each number for itself. Other runs, on a grid, round equal numbers alike.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,24 +25,24 @@ from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import Output
 
 PHASES = (0.0, 0.5)
-"""Where the numbers of a run's grid lie, as shares of their distance."""
+"""The offsets of the grids of the runs, as shares of the distance between grid numbers."""
 
 
 class OnGrid(Noise):
     """Rounds to a grid as fine as the format, and makes no other errors.
 
-    It treats equal numbers alike, as a kernel does. The members of an ensemble round each number
-    for itself, so that errors of many tokens average out. Those of tokens with equal
-    log-probabilities do not: each of them is off by the same. The first run has the numbers of the
-    format, as a kernel has. In the other they lie halfway between, as for a kernel that rounds
-    half, or twice, the number.
+    So it rounds equal numbers alike, as a kernel does. The members of an ensemble round each number
+    for itself, and the errors of many tokens average out. In a kernel, the errors of tokens with
+    equal log-probabilities do not, because all these errors are equal. The first run's grid has the
+    numbers of the format, as in a kernel. The grid of the other run lies halfway between, as for a
+    kernel that rounds half, or twice, the number.
     """
 
     def __init__(self, phase: float) -> None:
         """Prepares a run.
 
         Args:
-            phase: where the numbers of the grid lie, as a share of their distance.
+            phase: the offset of the grid, as a share of the distance between its numbers.
         """
         super().__init__(0)
         self._phase = phase
@@ -52,18 +52,20 @@ class OnGrid(Noise):
         return torch.zeros((), dtype=torch.float64).expand(shape)
 
     def round(self, x: Tensor, to: FloatFormat, *, near_zero: bool = True) -> Tensor:
-        """Returns numbers of the grid; what is not finite, and all float32, as it is."""
+        """Returns the nearest numbers of the grid. Numbers that are not finite, and all numbers if
+        the format is float32, stay as they are.
+        """
         if to == FLOAT32:
             return x
         distance = (power_of_two(x) * (2 * to.unit)).clamp_(min=to.spacing)
-        return torch.where(x.isfinite(), ((x / distance + self._phase).round() - self._phase) * distance, x)
+        on_grid = ((x / distance + self._phase).round() - self._phase) * distance
+        return torch.where(x.isfinite(), on_grid, x)
 
 
 def rounds_coarsely(stages: Stages) -> bool:
     """Returns whether a kernel rounds to a coarser format than float32 before it returns."""
-    return any(
-        isinstance(stage, FloatFormat) and stage != FLOAT32 for name, stage in vars(stages).items() if name != "inputs"
-    )
+    inner = [stage for name, stage in vars(stages).items() if name != "inputs" and isinstance(stage, FloatFormat)]
+    return any(stage != FLOAT32 for stage in inner)
 
 
 Runs = Mapping[Output, Tensor]
@@ -72,12 +74,12 @@ Runs = Mapping[Output, Tensor]
 
 @dataclass
 class KernelNoise:
-    """The runs of kernels of any precision on one problem. They are kept, because what is made for
-    one layout often serves others.
+    """The runs of kernels of any precision on one problem. They are kept, because runs for one
+    layout often serve other layouts.
     """
 
     problem: Problem
-    """Without a layout."""
+    """The problem without a layout."""
     batch: GlobalBatch
     bound: BoundSpec
     _ensembles: dict[tuple[Stages, frozenset[Output], float | None], Ensemble] = field(default_factory=dict)
@@ -87,21 +89,21 @@ class KernelNoise:
     def deviations(
         self, partition: Partition, stages: Stages, returned: Collection[Output], reference: Mapping[Output, Tensor]
     ) -> Runs:
-        """Returns what correct kernels of one precision give on a layout, less the reference.
+        """Returns the outputs of correct kernels of one precision on a layout, less the reference.
 
         Args:
             partition: how the layout splits the problem.
             stages: the formats to which the kernels round.
             returned: the outputs that the candidate returns.
-            reference: those of the reference, and its gradients.
+            reference: the outputs and gradients of the reference.
         """
         return self._runs_on(partition, stages, returned, reference, None)
 
     def alike(
         self, partition: Partition, stages: Stages, returned: Collection[Output], reference: Mapping[Output, Tensor]
     ) -> Runs:
-        """Returns what ``deviations`` does, of runs that round equal numbers alike; nothing for
-        kernels that round to float32 alone.
+        """Returns the outputs of runs that round equal numbers alike, less the reference. There are
+        none for kernels that round only to float32.
         """
         if not rounds_coarsely(stages):
             return {}
@@ -116,7 +118,9 @@ class KernelNoise:
         reference: Mapping[Output, Tensor],
         phase: float | None,
     ) -> Runs:
-        """Returns runs with random errors; or one on the grid of a phase."""
+        """Returns runs with random errors if ``phase`` is None, else the run on the grid of that
+        phase.
+        """
         if is_large(self.problem):
             return self._stream(partition, stages, returned, reference, phase)
         runs = self._at_once(partition, stages, returned, phase)
@@ -127,8 +131,8 @@ class KernelNoise:
     ) -> Mapping[Output, Tensor]:
         """Makes all runs at once.
 
-        A gradient hangs on the layout only by the dims that its leaf does not have. So what is made
-        for one layout is kept for others.
+        A gradient depends on the layout only by the split of dims that its leaf does not have. So
+        it is kept for all layouts with the same split of these.
         """
         ensemble, head = self._ensemble(stages, returned, phase), HEADS[self.problem.head]
         if ensemble.dlogits is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks tokens near a kink, such as the edge of a clip, where rounding decides the gradient.
 
-The loss is run under a dispatch mode that records what it chooses by size: comparisons, clamps,
-``relu`` and its kin, absolute values, minima and maxima, ``topk``. Exact ties, such as a ratio of
-exactly 1 in on-policy training, are no kink: both sides give the same value there.
+The loss is run under a dispatch mode that records each choice by size: comparisons, clamps,
+``relu`` and similar functions, absolute values, minima and maxima, and ``topk``. Exact ties, such
+as a ratio of exactly 1 in on-policy training, are not masked: both sides give the same value.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ _EDGES: Mapping[str, Callable[[Mapping[str, Any]], Sequence[Any]]] = MappingProx
         "hardswish": lambda given: (3.0, -3.0),
     }
 )
-"""Where else an operation has kinks, from its arguments."""
+"""The kinks of other operations, as a function of their arguments."""
 
 _EXTREMES = {
     "amax": (True,),
@@ -52,7 +52,7 @@ _EXTREMES = {
     "min": (False,),
     "aminmax": (True, False),
 }
-"""Reductions to an extreme: whether they choose the largest."""
+"""Reductions to an extreme. For each extreme that they return: whether it is the largest."""
 
 _NORM = "linalg_vector_norm"
 
@@ -60,13 +60,14 @@ _CHOOSING = frozenset([*_COMPARISONS, *_AT_ZERO, *_EDGES, *_EXTREMES, _NORM, "to
 
 
 class RecordChoices(DispatchMode):
-    """Records the outcome of each choice in turn: the sign of a difference, 0 for a tie.
+    """Records the outcome of each choice in turn.
 
-    Of a reduction to an extreme it is the number of the entry chosen, from 1 on. Of ``topk`` it is
-    whether each entry is chosen.
+    A comparison has the sign of the difference as its outcome, 0 for a tie. A reduction to an
+    extreme has the number of the chosen entry, from 1 on. ``topk`` has 1 for each chosen entry, and
+    -1 for others.
 
-    What sorts is no choice: what is made of it may be smooth, as in sparsemax. Nor is what rounds
-    to whole numbers: its derivative is 0 on both sides.
+    Sorting does not count as a choice, because the loss may still be smooth, as in sparsemax. Nor
+    does rounding to whole numbers, because its derivative is 0 on both sides.
     """
 
     def __init__(self) -> None:
@@ -76,12 +77,19 @@ class RecordChoices(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         name = base_name(func)
         if name in _CHOOSING and any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args):
-            # Before it runs, since an operation in place changes its input.
+            # Recorded before the operation runs, because one in place changes its input.
             self.outcomes += _outcomes(name, args[0], arguments_of(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _outcomes(name: str, x: Tensor, given: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yields the outcomes of an operation's choices.
+
+    Args:
+        name: the name of the operation.
+        x: its first argument.
+        given: all its arguments, by name.
+    """
     if name in _COMPARISONS or (name in ("max", "min") and "other" in given):
         yield _sign(x - given["other"])
     elif name in _AT_ZERO:
@@ -93,7 +101,7 @@ def _outcomes(name: str, x: Tensor, given: Mapping[str, Any]) -> Iterator[Tensor
     elif name == "scatter_reduce":
         if given["reduce"] in ("amax", "amin"):
             reached = torch.scatter_reduce(x, **{key: given[key] for key in _SCATTERED})
-            used = given["src"][tuple(map(slice, given["index"].shape))]  # the rest of src goes nowhere
+            used = given["src"][tuple(map(slice, given["index"].shape))]  # the rest of src is not read
             yield _sign(used - reached.gather(given["dim"], given["index"]))
     elif name == _NORM:
         if given["ord"] == 1:
@@ -108,15 +116,16 @@ _SCATTERED = ("dim", "index", "src", "reduce", "include_self")
 
 
 def _is_in_top(x: Tensor, given: Mapping[str, Any]) -> Tensor:
-    """Returns 1 where an entry is among the k largest, or smallest, and -1 elsewhere; 0 where two
-    are equal and one of them is.
+    """Returns 1 where an entry is among the k largest, or smallest, and -1 elsewhere. Entries that
+    tie for the last of the k places get 0.
     """
     k, dim = given["k"], given["dim"]
     if not 0 < k < x.shape[dim]:
         return torch.zeros_like(x)
-    ordered = (x if given["largest"] else -x).topk(k + 1, dim).values
-    last, next_ = ordered.narrow(dim, k - 1, 1), ordered.narrow(dim, k, 1)
-    return _sign((x if given["largest"] else -x) - (last + next_) / 2)
+    ranked = x if given["largest"] else -x
+    top = ranked.topk(k + 1, dim).values
+    last, next_ = top.narrow(dim, k - 1, 1), top.narrow(dim, k, 1)
+    return _sign(ranked - (last + next_) / 2)
 
 
 def _sign(difference: Tensor) -> Tensor:
@@ -124,7 +133,9 @@ def _sign(difference: Tensor) -> Tensor:
 
 
 def _chosen(x: Tensor, dim: Any) -> Tensor:
-    """Returns which entry is the largest along some dims, or of all; 0 where two are."""
+    """Returns the number of the largest entry along some dims, from 1 on. It is 0 where the largest
+    two are equal. If no dims are given, it is that of all entries.
+    """
     dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
     entries = x.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)) if dims else x[..., None]
     if entries.shape[-1] < 2:
@@ -134,22 +145,22 @@ def _chosen(x: Tensor, dim: Any) -> Tensor:
 
 
 _SIGMAS = 6
-"""Standard deviations of rounding that comparisons stay clear of."""
+"""The distance that comparisons keep from a kink, in standard deviations of rounding."""
 
 _AT_RANDOM = 4
-"""Moves with signs at random; there are two more, up and down."""
+"""The number of moves with random signs. Two more go up and down."""
 
 _ROUNDS = 5
-"""Masking a token moves the means over its sequence, and with them other comparisons. So masking is
-repeated up to this often."""
+"""The most rounds of masking. A masked token moves the means over its sequence, and so other
+comparisons, which are checked again."""
 
 
 def mask_near_kinks(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> GlobalBatch:
     """Masks the tokens at which rounding could change the outcome of a comparison.
 
     At a kink either one-sided gradient is right, and no noise tells which of them a kernel finds.
-    So the loss is run with log-probabilities moved by as much as rounding may move them. Where a
-    clip or a comparison then comes out otherwise, its token, or its whole sequence, is masked.
+    So the loss is run with log-probabilities moved by as much as rounding may move them. If this
+    changes the outcome of a clip or a comparison, its token or its whole sequence is masked.
 
     Returns:
         The batch with a smaller mask; the batch itself for a loss without kinks and for scenarios
@@ -159,11 +170,12 @@ def mask_near_kinks(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> G
     scenario = {choice.name: choice.default for choice in spec.scenarios} | problem.scenario
     if not spec.kinks or any(scenario[name] == choice for name, choice in spec.tie_scenarios.items()):
         return batch
-    streams, gap = RandomStreams(problem.to_json()), _SIGMAS * _rounding_error(batch, problem, bound)
+    streams = RandomStreams(problem.to_json())
+    distance = _SIGMAS * _rounding_error(batch, problem, bound)
     values = bound.token_values(problem.head, batch.leaves, batch.fields)
     for round_ in range(_ROUNDS):
         moves = {
-            name: gap * _signs(streams, round_, name, value.shape, batch)
+            name: distance * _signs(streams, round_, name, value.shape, batch)
             for name, value in values.differentiable.items()
         }
         near = near_kinks(batch, bound, values, moves)
@@ -175,10 +187,11 @@ def mask_near_kinks(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> G
 
 
 def has_comparisons(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> bool:
-    """Returns whether a comparison of the loss comes out otherwise on one trained token, or
-    sequence, than on another.
+    """Returns whether a comparison of the loss has both outcomes among the trained tokens, or
+    sequences.
     """
-    values, trained = bound.token_values(problem.head, batch.leaves, batch.fields), bound.spec.trained_of(batch.known)
+    values = bound.token_values(problem.head, batch.leaves, batch.fields)
+    trained = bound.spec.trained_of(batch.known)
     for outcome in outcomes(batch, bound, values):
         of_trained = outcome[trained] if outcome.shape[:1] == trained.shape else outcome
         if bool((of_trained > 0).any() and (of_trained < 0).any()):
@@ -187,16 +200,18 @@ def has_comparisons(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> b
 
 
 def _signs(streams: RandomStreams, round_: int, name: str, shape: torch.Size, batch: GlobalBatch) -> Tensor:
-    """Returns ``[moves, *shape]``: up, down, and others at random.
+    """Returns the signs of the moves of a value per token, ``[moves, *shape]``: up, down, and at
+    random.
 
-    Log-probabilities with and without a filter move together. Logits that all move up change no
-    probability, so the logit of the label moves against all others.
+    Log-probabilities with and without a filter move together. If all logits moved up, no
+    probability would change, so the logit of the label moves against all others.
     """
     up = torch.ones(shape)
     if name == "logits":
         up = -up.scatter(-1, batch.fields["labels"][:, None], -1.0)
-    stream = f"probe {round_} " + {"logprobs": "", "unfiltered": ""}.get(name, f"{name} ")
-    return torch.stack([up, -up, *(streams.normal(f"{stream}{i}", *shape).sign() for i in range(_AT_RANDOM))])
+    own_stream = "" if name in ("logprobs", "unfiltered") else f"{name} "
+    at_random = [streams.normal(f"probe {round_} {own_stream}{i}", *shape).sign() for i in range(_AT_RANDOM)]
+    return torch.stack([up, -up, *at_random])
 
 
 def _rounding_error(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> Tensor:
@@ -219,18 +234,20 @@ def near_kinks(
     values: TokenValues,
     moves: Mapping[str, Tensor],
 ) -> Tensor:
-    """Returns ``[tokens]`` bool: those with a choice that some move decides otherwise.
+    """Returns the tokens with a choice whose outcome some move changes, ``[tokens]`` bool.
 
     Args:
-        batch: that the loss is of.
+        batch: the batch of the loss.
         bound: the spec with its options.
-        values: of the batch.
-        moves: of the values, by name, ``[moves, tokens, ...]``.
+        values: the values per token of the batch.
+        moves: the moves of the values, by name, ``[moves, tokens, ...]``.
     """
     near = torch.zeros(batch.partition.tokens, dtype=torch.bool)
-    still = {name: torch.cat([torch.zeros_like(move[:1]), move]) for name, move in moves.items()}
-    for outcome in _moved_outcomes(batch, bound, values, still):
-        near |= tokens_of(((outcome != outcome[0]) & (outcome[0] != 0)).any(0), batch)
+    with_none_first = {name: torch.cat([torch.zeros_like(move[:1]), move]) for name, move in moves.items()}
+    for outcome in _moved_outcomes(batch, bound, values, with_none_first):
+        unmoved = outcome[0]
+        changed = (outcome != unmoved) & (unmoved != 0)  # an exact tie is 0
+        near |= tokens_of(changed.any(0), batch)
     return near
 
 
@@ -239,8 +256,8 @@ def _moved_outcomes(
 ) -> list[Tensor]:
     """Returns the outcomes ``[moves, ...]`` of the choices that moves can change.
 
-    All moves are run at once. Torch may then run an operation move by move, and its outcomes are no
-    longer those of one run with one dim more: in that case all of them are.
+    All moves are run at once by vmap. But torch may still run an operation move by move, and its
+    outcomes then lack the dim of moves. In that case the loss is run once for each move.
     """
 
     def moved(by: dict[str, Tensor]) -> Tensor:
@@ -252,8 +269,10 @@ def _moved_outcomes(
         torch.vmap(moved)(dict(moves))
     mapped = [outcome for outcome in record.outcomes if outcome.shape[:1] == (count,)]
     others = [outcome for outcome in record.outcomes if outcome.shape[:1] != (count,)]
-    if len(others) < count and not any(count in other.shape for other in others) and not _has_dim(count, batch, values):
+    other_dims = any(count in other.shape for other in others) or _has_dim(count, batch, values)
+    if len(others) < count and not other_dims:
         return mapped  # nothing was run move by move, and every first dim is that of the moves
+    # Compare with the shapes of a run without moves: each outcome has these, or one dim more.
     shapes = [outcome.shape for outcome in outcomes(batch, bound, values)]
     found = list(zip(record.outcomes, shapes, strict=False))
     if len(record.outcomes) == len(shapes) and all(one.shape in ((count, *own), own) for one, own in found):
@@ -267,32 +286,37 @@ def _moved_outcomes(
 
 
 def _has_dim(size: int, batch: GlobalBatch, values: TokenValues) -> bool:
-    """Returns whether anything has so many entries that it looks as if it was run for each move."""
+    """Returns whether a dim of the batch or of its values has the given size. Such a dim can't be
+    told from the dim of moves.
+    """
     sizes = {len(batch.partition.lengths), len(batch.partition.lengths) // batch.partition.group_size}
     tensors = (*batch.fields.values(), *values.given.values())
     return size in sizes or any(size in tensor.shape for tensor in tensors)
 
 
 def tokens_of(changed: Tensor, batch: GlobalBatch) -> Tensor:
-    """Returns the tokens that changed outcomes belong to.
+    """Returns the tokens of changed outcomes, ``[tokens]`` bool.
 
-    The size of a dim tells whether they are of tokens, of sequences or of groups. If two of these
-    are alike they are taken as both. What is chosen for the whole batch at once, such as its
-    largest ratio, masks nothing: masking could not mend it, and it is a metric as a rule.
+    The size of a dim tells whether the outcomes are of tokens, of sequences or of groups. If two of
+    these sizes are equal, the outcomes count for both. A choice for the whole batch at once, such
+    as its largest ratio, has no tokens. Masking would not help there, and such a choice usually
+    belongs to a metric.
     """
     sequence, sequences = batch.fields["sequence"], len(batch.partition.lengths)
-    groups = torch.arange(sequences) // batch.partition.group_size
-    belongs = (torch.arange(len(sequence)), sequence, groups[sequence])
-    sizes = (len(sequence), sequences, len(groups.unique()))
+    group_of_sequence = torch.arange(sequences) // batch.partition.group_size
+    of_each_token = (torch.arange(len(sequence)), sequence, group_of_sequence[sequence])
+    sizes = (len(sequence), sequences, len(group_of_sequence.unique()))
     dim = next((dim for dim, size in enumerate(changed.shape) if size in sizes), None)
     if dim is None:
         return torch.zeros(len(sequence), dtype=torch.bool)
-    changed = changed.movedim(dim, -1).flatten(0, -2).any(0) if changed.dim() > 1 else changed
-    return torch.stack([changed[to] for to, size in zip(belongs, sizes, strict=True) if size == len(changed)]).any(0)
+    if changed.dim() > 1:
+        changed = changed.movedim(dim, -1).flatten(0, -2).any(0)
+    possible = [index for index, size in zip(of_each_token, sizes, strict=True) if size == len(changed)]
+    return torch.stack([changed[index] for index in possible]).any(0)
 
 
 def outcomes(batch: GlobalBatch, bound: BoundSpec, values: TokenValues) -> list[Tensor]:
-    """Returns the outcome of each choice of a loss in turn, as ``RecordChoices`` has it."""
+    """Returns the outcome of each choice of a loss in turn; see ``RecordChoices``."""
     with torch.no_grad(), RecordChoices() as record:
         bound.returning(()).loss(values, batch.known)
     return record.outcomes

@@ -36,15 +36,15 @@ def pack(
 ) -> GlobalBatch:
     """Returns the tensors of a batch with the padding that a layout needs.
 
-    Padding is filled with copies of real tokens, so that a kernel which uses it is seen. Masks are
-    false there, and upstream gradients 0.
+    Padding is filled with copies of real tokens, so that a kernel which uses it is seen. At
+    padding, masks are false, and upstream gradients are 0.
 
     Args:
-        batch: without padding.
+        batch: the batch without padding.
         partition: how the layout splits and pads it.
         leaf_dims: the dims of the differentiable inputs.
         vocab_padding: the padding rows of the vocabulary, for each leaf that has them.
-        streams: decides which tokens are copied.
+        streams: the random numbers that choose the tokens to copy.
     """
     real = torch.zeros(partition.tokens, dtype=torch.bool)
     real[partition.real_tokens] = True
@@ -55,7 +55,11 @@ def pack(
         if "token" not in dims or batch.partition.tokens == partition.tokens:
             return tensor
         tensor = tensor.index_select(dims.index("token"), source)
-        return tensor & real if tensor.dtype is torch.bool and dims == ("token",) else tensor
+        is_mask = tensor.dtype is torch.bool and dims == ("token",)
+        return tensor & real if is_mask else tensor
+
+    def padded_cotangent(cotangent: Tensor) -> Tensor:
+        return torch.where(real, padded(cotangent, ("token",)), 0.0) if cotangent.dim() else cotangent
 
     dims = {**_DIMS, **batch.field_dims}
     fields = {name: padded(batch.fields[name], dims[name]) for name in dims}
@@ -64,10 +68,7 @@ def pack(
         partition=partition,
         leaves={name: padded(leaf, leaf_dims[name]) for name, leaf in batch.leaves.items()},
         fields={**batch.fields, **fields, "sequence": partition.sequence_of_token},
-        cotangents={
-            name: torch.where(real, padded(cotangent, ("token",)), 0.0) if cotangent.dim() else cotangent
-            for name, cotangent in batch.cotangents.items()
-        },
+        cotangents={name: padded_cotangent(cotangent) for name, cotangent in batch.cotangents.items()},
         vocab_padding=vocab_padding,
     )
 
@@ -75,19 +76,20 @@ def pack(
 def draw_cotangents(problem: Problem, fields: Mapping[str, Tensor], outputs: Collection[str]) -> dict[str, Tensor]:
     """Draws the upstream gradient of each output that gets one.
 
-    They are of either sign, never 1, and different for each token, so that a kernel which ignores
-    or shares them is seen. They have eight significant bits, so every dtype holds them exactly.
+    They are of either sign, never 1, and differ from token to token. So a kernel that ignores them,
+    or takes one for all tokens, is seen. They have eight significant bits, so every dtype holds
+    them exactly.
 
     Args:
-        problem: says which outputs get one.
-        fields: of the batch; masked tokens get a cotangent of 0.
+        problem: the problem, which says which outputs get an upstream gradient.
+        fields: the fields of the batch. Masked tokens get an upstream gradient of 0.
         outputs: the names of the outputs that the spec has.
     """
     streams = RandomStreams(problem.to_json())
     drawn = {"loss": _eight_bits(streams, "loss cotangent", 1).squeeze(0)}
     for name in ("logprobs", "token_entropy"):
         tokens = _eight_bits(streams, f"{name} cotangent", len(fields["mask"])) * fields["mask"]
-        # About what the mean over tokens gives to each token.
+        # About the size of the gradient that a mean over tokens gives to each token.
         drawn[name] = tokens * 0.5 ** int(fields["valid_tokens"]).bit_length()
     return {name: value for name, value in drawn.items() if name in outputs and problem.cotangent in (name, "both")}
 
@@ -104,15 +106,15 @@ def materialize(
 ) -> GlobalBatch:
     """Draws every tensor of a problem, on one rank and without padding.
 
-    Ids and masks depend on the seed alone. All other numbers depend on the whole problem:
-    Hypothesis makes many problems by changing one thing in another, and pooling over problems
-    assumes that their rounding errors are independent.
+    Ids and masks depend on the seed alone. All other numbers depend on the whole problem, because
+    Hypothesis makes many problems by one change to another problem, and pooling assumes that the
+    rounding errors of problems are independent.
 
     Args:
         problem: the problem.
         bound: its spec with its options.
         change: gets the batch before the spec's own fields are drawn, and returns another. Fields
-            such as old log-probabilities then fit what it returns.
+            such as old log-probabilities then fit the returned batch.
     """
     problem = problem.unsharded
     streams, fields = RandomStreams(problem.to_json()), draw_tokens(problem)
@@ -135,11 +137,11 @@ def with_cotangents(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> G
 
 
 def lay_out(batch: GlobalBatch, problem: Problem) -> GlobalBatch:
-    """Returns the batch as the ranks of the problem's layout hold it, with padding.
+    """Returns the batch with the padding of the problem's layout.
 
     Args:
-        batch: of the unsharded problem.
-        problem: with its layout.
+        batch: the batch of the unsharded problem.
+        problem: the problem with its layout.
     """
     head, streams, partition = HEADS[problem.head], RandomStreams(problem.to_json()), problem.partition
     padding = head.draw_vocab_padding(problem, streams) | _field_padding(batch, partition, streams)
@@ -149,17 +151,19 @@ def lay_out(batch: GlobalBatch, problem: Problem) -> GlobalBatch:
 def _field_padding(batch: GlobalBatch, partition: Partition, streams: RandomStreams) -> dict[str, Tensor]:
     """Draws the padding rows of a padded vocabulary, for each field that has the vocab dim."""
     rows = max(shard.padding for shard in partition.vocab_shards)
+    if not rows:
+        return {}
     sizes = {"vocab": rows, "token": partition.tokens}
     padding: dict[str, Tensor] = {}
     for name, dims in batch.field_dims.items():
-        if rows and "vocab" in dims:
+        if "vocab" in dims:
             shape = (sizes.get(dim, size) for dim, size in zip(dims, batch.fields[name].shape, strict=True))
             padding[name] = streams.normal(f"{name} vocab padding", *shape)
     return padding
 
 
 def _with_fields(batch: GlobalBatch, problem: Problem, bound: BoundSpec, streams: RandomStreams) -> GlobalBatch:
-    """Adds the fields that the spec makes, as the float32 numbers that a kernel gets."""
+    """Adds the fields that the spec makes. Floats are those that a kernel gets, in float32."""
     spec, head = bound.spec, HEADS[problem.head]
 
     def logits() -> Tensor:
@@ -168,7 +172,8 @@ def _with_fields(batch: GlobalBatch, problem: Problem, bound: BoundSpec, streams
     if head.has_logits and filters(bound.options):
         chosen = filter_fields(logits(), batch.fields, problem.coarsest, bound.options, streams)
         batch = replace(batch, fields={**batch.fields, **chosen})
-        batch = batch if spec.added else spec.counted(batch)
+        if not spec.added:
+            return spec.counted(batch)
     if not spec.added:
         return batch
     policy = cache(lambda: _policy_logprobs(batch, problem, bound))
@@ -189,10 +194,10 @@ def _with_fields(batch: GlobalBatch, problem: Problem, bound: BoundSpec, streams
 
 
 def _policy_logprobs(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> tuple[Tensor, Tensor]:
-    """Returns the log-probabilities of the labels, or what the head gives in their place.
+    """Returns the log-probabilities of the labels after filtering, and without it.
 
-    The first are those after filtering, except where that leaves a label out. The second are those
-    without it.
+    Labels that the filter leaves out have their log-probability without it in both. A head without
+    logits returns its inputs as both.
     """
     head = HEADS[problem.head]
     if not head.has_logits:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What results on one problem are compared with: the reference, and the noise that a correct kernel
-may have.
+"""Compares results on one problem with the reference, given the noise that a correct kernel may
+have.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,9 +28,9 @@ class Oracle:
         """Prepares to judge the outputs of a candidate on a problem.
 
         Args:
-            candidate: says in which precision it computes.
+            candidate: the candidate, which declares its precision.
             placed: the problem on its layout.
-            returned: the outputs that the candidate returns; its gradients are judged in any case.
+            returned: the outputs that the candidate returns. Gradients are judged in any case.
         """
         self._candidate, self._placed, self._bound = candidate, placed, placed.bound
         self._returned = frozenset(returned)
@@ -49,12 +49,12 @@ class Oracle:
 
     @cached_property
     def deviations(self) -> Mapping[Output, Tensor]:
-        """Every output as correct but rounded runs give it, ``[members, *shape]``, less the
-        reference.
-        """
+        """Each output of correct but rounded runs, less the reference, ``[members, *shape]``."""
         found = self._bound.noise.deviations(self._placed.partition, self._stages, self._returned, self.reference)
-        parts = {output: found[output] + of.noise(len(found[output])) for output, of in self._rank_parts.items()}
-        return {**found, **parts}
+        with_parts = {
+            output: found[output] + parts.noise(len(found[output])) for output, parts in self._rank_parts.items()
+        }
+        return {**found, **with_parts}
 
     @cached_property
     def _rank_parts(self) -> Mapping[Output, RankParts]:
@@ -63,11 +63,11 @@ class Oracle:
 
     @cached_property
     def _alike(self) -> Mapping[Output, Tensor]:
-        """The same of runs that round equal numbers alike."""
+        """Each output of runs that round equal numbers alike, less the reference."""
         return self._bound.noise.alike(self._placed.partition, self._stages, self._returned, self.reference)
 
     def compare(self, output: Output, result: Tensor, dtype: torch.dtype, faults: tuple[str, ...] = ()) -> Comparison:
-        """Compares a whole float64 tensor, which came in ``dtype``, with the reference output."""
+        """Compares a whole float64 result, which was returned in ``dtype``, with the reference."""
         compared = self.compared(output)
         result = without_overflow(result, self.reference[output], dtype)
         return self._tolerance(output, dtype).compare(result if compared is None else result[compared], faults)
@@ -75,18 +75,19 @@ class Oracle:
     def would_agree(
         self, output: Output, result: Tensor, dtype: torch.dtype, other: Tensor, own_runs: Tensor | None = None
     ) -> bool:
-        """Returns whether a result would agree, were another tensor the reference.
+        """Returns whether a result would agree if another tensor were the reference.
 
-        The noise is that of the reference, and larger where the other is larger. A reference of 0
-        has no scale, and lets any number pass. So next to 0 a result must be noise.
+        Unless the noise around the other tensor is given, it is that of the reference. This noise
+        is scaled up if the other tensor is larger. A tensor of zeros has no scale, by which any
+        number would pass. So around zeros a result must be as small as noise.
 
         Args:
-            output: what the result is.
-            result: whole, in float64.
-            dtype: in which it came.
-            other: what stands in place of the reference.
-            own_runs: the noise of right kernels of the other, ``[members, *shape]``, if it is
-                known.
+            output: the output that the result is of.
+            result: the whole result in float64.
+            dtype: the dtype in which it was returned.
+            other: the tensor in place of the reference.
+            own_runs: the deviations of right kernels from ``other``, ``[members, *shape]``, if
+                they are known.
         """
         compared = self.compared(output)
         runs = self.deviations[output] if own_runs is None else own_runs
@@ -97,9 +98,9 @@ class Oracle:
         if not _same_kind(result, other):
             return False
         finite = other.isfinite() & own.isfinite()
-        largest, was = (float(torch.where(finite, x, 0.0).abs().max()) for x in (other, own))
-        larger = max(1.0, largest / was) if was and own_runs is None else 1.0
-        runs = torch.where(finite, runs, 0.0) * larger
+        largest, own_largest = (float(torch.where(finite, x, 0.0).abs().max()) for x in (other, own))
+        scale = max(1.0, largest / own_largest) if own_largest and own_runs is None else 1.0
+        runs = torch.where(finite, runs, 0.0) * scale
         noise = float(runs.abs().max())
         off = float(torch.where(other.isfinite(), result - other, 0.0).abs().max())
         format_ = float_format_of(dtype)
@@ -108,10 +109,11 @@ class Oracle:
         if not largest:
             return off <= _NEAR * noise
         blocks = blocks_of(output, self._placed.partition, self._candidate.tiles, compared)
+        sizes = (other.abs() + largest * (other != 0)).masked_fill(~finite, 0.0)
         tolerance = Tolerance(
             output,
             torch.where(other.isnan(), 0.0, other),
-            runs + _SUMS * _spread(runs) * (other.abs() + largest * (other != 0)).masked_fill(~finite, 0.0),
+            runs + _SUMS * _spread(runs) * sizes,
             unit=format_.unit,
             rounding=format_.error,
             alike=self.alike_format(output, dtype).error,
@@ -122,41 +124,40 @@ class Oracle:
         return tolerance.compare(torch.where(result.isnan(), 0.0, result)).agrees
 
     def rejects(self, output: Output, results: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns which of ``[n, *shape]`` results disagree with the reference output, ``[n]``
-        bool.
+        """Returns for each of ``[n, *shape]`` results whether it disagrees with the reference
+        output, ``[n]`` bool.
         """
         compared = self.compared(output)
         return self._tolerance(output, dtype).rejects(results if compared is None else results[:, compared])
 
     def compared(self, output: Output) -> Tensor | None:
-        """Returns which tokens count; None for all."""
+        """Returns a mask of the tokens that are compared; None for all."""
         return self._bound.batch.fields["mask"] if output.kind == "token value" else None
 
     def alike_format(self, output: Output, dtype: torch.dtype) -> FloatFormat:
-        """Returns the format to which each entry of an output may be rounded, and in the same way
-        all others.
-        """
+        """Returns the coarsest format to which all entries of an output may be rounded alike."""
         stages = (self._stages.dlogits, self._stages.loss) if output.kind == "gradient" else ()
         return coarsest(float_format_of(dtype), *stages)
 
     def alike_runs(self, output: Output) -> Tensor | None:
-        """Returns an output as runs give it that round equal numbers alike, ``[n, *shape]``, less
-        the reference; None if there are none.
+        """Returns an output of runs that round equal numbers alike, less the reference,
+        ``[n, *shape]``; None if there are no such runs.
         """
         return self._alike.get(output)
 
     def knows_noise(self, output: Output) -> bool:
         """Returns whether right kernels are at most as noisy in an output as the noisiest run.
 
-        A loss in a coarse dtype rounds every step, and kernels take other steps than the runs do.
+        It is False for numbers that come from a loss in a coarse dtype. Each step of such a loss
+        rounds, and kernels take other steps than the runs do.
         """
         return bool(output.dims) or self._stages.loss == FLOAT32
 
     def _tolerance(self, output: Output, dtype: torch.dtype) -> Tolerance:
-        """Returns the tolerance of an output that comes in ``dtype``.
+        """Returns the tolerance of an output that is returned in ``dtype``.
 
-        That of a number is kept with the problem, because it is the same on every layout, unless
-        the ranks round their parts.
+        The tolerance of a number is the same on every layout, unless the ranks round their parts.
+        So it is kept with the problem.
         """
         everywhere = not output.dims and output not in self._rank_parts
         kept = self._bound.tolerances if everywhere else self._tolerances
@@ -187,12 +188,12 @@ class Oracle:
 
 
 _FAR = 32.0
-"""A result that is so many times its largest noise off at any entry agrees with nothing."""
+"""A result disagrees if any entry is off by more than this many times the largest noise."""
 _NEAR = 8.0
-"""What is so many times its largest noise may be noise around 0."""
+"""A result may be noise around 0 if no entry is larger than this many times the largest noise."""
 _SUMS = 2.0**-22
-"""What sums in float32 change in another computation, relative to its entries: it may add up where
-the reference adds nothing."""
+"""The relative error by sums in float32 of another tensor than the reference. It is added to the
+noise, because the other tensor may have sums where the reference has none."""
 
 
 def _same_kind(one: Tensor, other: Tensor) -> bool:
@@ -203,7 +204,7 @@ def _same_kind(one: Tensor, other: Tensor) -> bool:
 
 
 def _spread(runs: Tensor) -> Tensor:
-    """Returns numbers from -1 to 1 in the shape of some runs, always the same."""
+    """Returns random numbers from -1 to 1 in the shape of some runs, the same in each call."""
     generator = torch.Generator().manual_seed(0)
     return torch.rand(runs.shape, generator=generator, dtype=torch.float64) * 2 - 1
 
@@ -211,8 +212,10 @@ def _spread(runs: Tensor) -> Tensor:
 def without_overflow(result: Tensor, reference: Tensor, dtype: torch.dtype) -> Tensor:
     """Replaces infinities by the reference where the dtype can hardly hold the number.
 
-    Perplexities of hopeless sequences are that large. In float16 no sum of usual numbers may end in
-    an infinity: problems leave room for it.
+    Perplexities of very unlikely sequences are that large. Float16 counts as able to hold all
+    numbers up to half of its largest, because problems leave room for sums of usual numbers.
     """
-    huge = reference.abs() > torch.finfo(dtype).max * (0.5 if dtype == torch.float16 else 2.0**-20)
-    return torch.where(huge & result.isinf() & (result.sign() == reference.sign()), reference, result)
+    share = 0.5 if dtype == torch.float16 else 2.0**-20
+    huge = reference.abs() > torch.finfo(dtype).max * share
+    overflowed = huge & result.isinf() & (result.sign() == reference.sign())
+    return torch.where(overflowed, reference, result)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a problem is put on a layout: the split of its vocabulary, its padding, the order of sums.
+"""Puts a problem on a layout: chooses the split of its vocabulary, its padding, and the order of
+sums.
 
-Numbers do not hang on any of it. So one problem serves every layout that it fits. What its ranks
-hold, and the goals that hang on that, do: a ``PlacedProblem`` has them.
+The problem's numbers do not depend on these, so one problem serves every layout that it fits. The
+ranks' tensors and some coverage goals do depend on them. They belong to a ``PlacedProblem``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ ORDERS: tuple[ReductionOrder, ...] = ("rank", "permuted", "tree", "ring")
 
 @dataclass(frozen=True)
 class Placement:
-    """A layout, and how problems are put on it."""
+    """A layout, with the split, padding and order of sums that problems get on it."""
 
     layout: Layout
     vocab_split: VocabSplit
@@ -39,22 +40,25 @@ class Placement:
     """Whether dp ranks may be without a token."""
 
     def fits(self, problem: Problem) -> bool:
-        """Returns whether each tp rank has the rows that the split promises, and dp ranks have what
-        they must.
+        """Returns whether the vocabulary allows the split, and each dp rank has a token if it must
+        have one.
         """
         tp, vocab = self.layout.tp, problem.vocab
-        rows = vocab % tp == 0 if self.vocab_split == "even" else vocab >= tp or self.vocab_split != "balanced"
-        return rows and self.fills(problem)
+        if self.vocab_split == "even" and vocab % tp:
+            return False
+        if self.vocab_split == "balanced" and vocab < tp:
+            return False
+        return self.fills(problem)
 
     def fills(self, problem: Problem) -> bool:
-        """Returns whether each dp rank has a token, if it must."""
+        """Returns whether each dp rank has a token, or need not have one."""
         if self.idle:
             return True
         partition = self.partition(problem)
         return all(any(problem.lengths[s] for s in partition.sequences(dp)) for dp in range(self.layout.dp))
 
     def vocab_of(self, problem: Problem) -> int:
-        """Returns the size of a problem's vocabulary, made larger if the split must be even."""
+        """Returns the size of the vocabulary on the layout. An even split may make it larger."""
         tp = self.layout.tp
         return -(-problem.vocab // tp) * tp if self.vocab_split == "even" else problem.vocab
 
@@ -70,34 +74,38 @@ class Placement:
         )
 
     def partition(self, problem: Problem) -> Partition:
-        """Returns how an unsharded problem is split."""
+        """Returns the split of an unsharded problem over the layout."""
         padding, group = self.pad_to_multiple, problem.group_size
         return Partition(self.layout, problem.lengths, self.vocab_of(problem), self.vocab_split, padding, group)
 
     def plainest(self, splits: Sequence[VocabSplit]) -> "Placement":
-        """Returns the plainest placement on the same layout, with one of some splits."""
+        """Returns the plainest placement on the same layout: "balanced", if ``splits`` allows that,
+        without further padding, in the order of ranks.
+        """
         return Placement(self.layout, "balanced" if "balanced" in splits else self.vocab_split, idle=self.idle)
 
 
 def placements(
     problem: Problem, splits: Sequence[VocabSplit], layout: Layout, idle: bool = True
 ) -> Iterator[Placement]:
-    """Yields how an unsharded problem is put on a layout, once for each split that fits.
+    """Yields the placements of an unsharded problem on a layout, one for each split that fits.
 
-    Padding and order differ from layout to layout. If nothing but even splits are allowed, any
-    vocabulary fits: it is made larger.
+    Padding and order of sums differ from layout to layout. If only even splits are allowed, any
+    vocabulary fits, because it is made larger.
 
     Args:
-        problem: without a layout.
-        splits: of the vocabulary, that are allowed.
+        problem: the problem without a layout.
+        splits: the allowed splits of the vocabulary.
         layout: the layout.
         idle: whether dp ranks may be without a token.
     """
     chosen = Random(f"{problem.seed} {layout}")
     padding, order = chosen.choice(_MULTIPLES), chosen.choice(ORDERS)
+    grows = tuple(splits) == ("even",)
     for split in splits if layout.tp > 1 else splits[:1]:
         placement = Placement(layout, split, padding, order, idle)
-        if placement.fits(problem) or (tuple(splits) == ("even",) and placement.fills(problem)):
+        fits = placement.fills(problem) if grows else placement.fits(problem)
+        if fits:
             yield placement
 
 
@@ -113,10 +121,11 @@ def takes_idle_ranks(candidate: Candidate) -> bool:
 
 
 def sample_problems(candidate: Candidate, layout: Layout, dtype: str, count: int, seed: int) -> list[Problem]:
-    """Returns up to ``count`` problems on a layout, the same for the same seed. Those that do not
-    fit it are left out.
+    """Draws up to ``count`` problems on a layout, the same for the same seed. Problems that do not
+    fit the layout are left out.
     """
-    splits, idle, found = splits_of(candidate), takes_idle_ranks(candidate), list[Problem]()
+    splits, idle = splits_of(candidate), takes_idle_ranks(candidate)
+    found: list[Problem] = []
     for problem in Draws(candidate, dtype, str(seed), count).all():
         if fitting := list(placements(problem, splits, layout, idle)):
             found.append(Random(f"{problem.seed} split").choice(fitting).put(problem))
@@ -128,7 +137,7 @@ class PlacedProblem:
 
     Args:
         bound: the unsharded problem.
-        problem: the same with its layout.
+        problem: the same problem with its layout.
     """
 
     def __init__(self, bound: BoundProblem, problem: Problem) -> None:
@@ -142,5 +151,5 @@ class PlacedProblem:
 
     @cached_property
     def coverage(self) -> frozenset[str]:
-        """The coverage goals that the problem reaches."""
+        """The coverage goals that the problem reaches on its layout."""
         return self.bound.coverage.union(covered_sharding_goals(self.partition, self.bound.trained))

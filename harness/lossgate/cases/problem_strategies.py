@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Hypothesis draws problems: structure only, simplest choices first, so that shrinking ends
-small.
+"""Draws problems with Hypothesis: their structure only, without numbers. The simplest choices come
+first, so that shrinking ends small.
 
 Bugs of kernels sit at boundaries: sizes of 1, primes, powers of two and their neighbours, sizes
 next to a tile, labels on the first and last rows of a shard, empty sequences, ranks without tokens.
 These are drawn on purpose, not by luck.
 
-Strategies are cached: making and validating them afresh for every problem takes longer than drawing
-from them.
+Strategies are cached, because to make and validate them takes longer than to draw from them.
 
-The choices come from a provider of ours. Hypothesis's own does not promise the same choices in
-every process: it collects the constants in the source of all modules imported so far, and mixes
-them into the numbers that it draws. Hypothesis makes problems smaller with its own provider, and
-then gets no such constants: it would keep them in a folder ``.hypothesis`` of the user's, too.
+The choices come from our own provider, because Hypothesis's provider does not promise the same
+choices in every process: it collects the constants in the source of all modules imported so far,
+and mixes them into the numbers that it draws. To make problems smaller, Hypothesis still uses its
+own provider. It then gets no such constants either, because it would write them to a folder
+``.hypothesis`` of the user.
 """
 
 from collections.abc import Generator, Sequence
@@ -37,18 +37,18 @@ from lossgate.problems.problem import Problem
 from lossgate.specs.option import COMMON_OPTIONS, EMPTY, Option
 
 _AT_AN_END = 0.2
-"""How often an integer is the smallest or the largest one allowed: bugs sit there."""
+"""The probability that an integer is the smallest or largest allowed, because bugs sit there."""
 
 
 class SeededProvider(PrimitiveProvider):
     """Makes every choice from one generator, which ``Draws.each`` seeds."""
 
     backend: ClassVar = "lossgate"
-    """Hypothesis's name for it."""
+    """The name under which Hypothesis knows it."""
     lifetime = "test_function"
     random: ClassVar[Random]
     preferred: ClassVar[Sequence[int]] = ()
-    """The integers of which one is drawn; empty for any."""
+    """The integers that may be drawn; empty for any integer."""
 
     def draw_boolean(self, p: float = 0.5) -> bool:
         return self.random.random() < p
@@ -81,9 +81,9 @@ class SeededProvider(PrimitiveProvider):
 
 @contextmanager
 def preferring(numbers: Sequence[int]) -> Generator[None]:
-    """Draws integers from some alone; from all if there are none.
+    """Restricts the integers that are drawn to ``numbers``, or does nothing if there are none.
 
-    Hypothesis knows nothing of it, so what it makes smaller may have any.
+    Hypothesis does not know of this, so a problem that it makes smaller may have any integer.
     """
     SeededProvider.preferred = numbers
     try:
@@ -94,10 +94,10 @@ def preferring(numbers: Sequence[int]) -> Generator[None]:
 
 @contextmanager
 def without_constants_of_modules() -> Generator[None]:
-    """Keeps Hypothesis from reading the source of imported modules, and from writing a folder for
-    what it finds there.
+    """Keeps Hypothesis from reading the constants of imported modules, and from writing a folder
+    for them.
 
-    Tests of the user's that run afterwards find their constants as ever.
+    The user's own tests that run afterwards get their constants as usual.
     """
     none = providers.Constants()
     with patch.object(providers, "_get_local_constants", lambda: none):
@@ -126,13 +126,13 @@ _SOME: tuple[MaskPattern, ...] = tuple(pattern for pattern in MASK_PATTERNS if p
 
 _LOGIT_STDS = st.sampled_from(LOGIT_STDS)
 _SMALL_LOGIT_STDS = st.sampled_from((1.0, 0.3, 0.1))
-"""For losses with kinks in coarse dtypes: large log-probabilities round so coarsely that most
-tokens would lie near a kink."""
+"""Standard deviations for losses with kinks in coarse dtypes. Larger log-probabilities round so
+coarsely that most tokens would lie near a kink."""
 
 _LABEL_BOOSTS = st.sampled_from((0.0, 4.0, 12.0))
 _OUTLIERS = st.sampled_from((8.0, -8.0, 30.0, -30.0))
 _SEQUENCES = st.sampled_from((4, 6, 10, 18))
-"""The most sequences: few, so that ranks stay empty, or several for each of many ranks."""
+"""The most sequences of a problem. Few leave ranks empty, and many give each rank several."""
 _SEEDS = range(2**32)
 
 
@@ -149,72 +149,85 @@ def problems(
     """Draws problems that a candidate says it can solve, without layouts.
 
     Args:
-        draw: given by Hypothesis.
-        candidate: whose declaration is followed.
-        dtype: of the inputs.
-        targets: each problem has one of these: an option that must have one of some values, or
-            None.
-        rich: of middle size and with trained tokens, so that many kinds of tokens are there. What
-            is made smaller need not be.
-        large: it has these sizes, and trains all tokens. What is made smaller need not.
+        draw: the function by which Hypothesis draws.
+        candidate: the candidate whose declaration the problems follow.
+        dtype: the dtype of the inputs.
+        targets: each problem is drawn for one of these: an option that must have one of some
+            values, or None for no such option.
+        rich: whether problems have middle sizes and trained tokens, so that they have many kinds of
+            tokens. A problem that is made smaller may not be rich any more.
+        large: the sizes of large problems, which train all tokens. A problem that is made smaller
+            may have usual sizes.
     """
-    spec, head, coarsest = candidate.spec, candidate.starts_at, candidate.coarsest(dtype)
-    coarse = coarsest != "float32"
+    spec, head, tiles = candidate.spec, candidate.starts_at, candidate.tiles
+    coarsest = candidate.coarsest(dtype)
+    coarse_kinks = coarsest != "float32" and spec.kinks
+    preferred_masks: tuple[MaskPattern, ...] = _SOME if rich else ()
+    if large is not None:
+        preferred_masks = ("all",)
     target = _one_of(draw, targets, targets)
     bias = draw(draw_value(COMMON_OPTIONS["bias"], candidate.supported("bias"))) and "bias" in head.leaves
-    tiles = candidate.tiles
     tokens = _size(draw, _sizes(TOKENS, tiles.get("token", ())), _RICH_TOKENS if rich else (), large and large.tokens)
     vocab = _size(draw, _sizes(VOCABS, tiles.get("vocab", ())), _RICH_VOCABS if rich else (), large and large.vocab)
-    if bias:  # in a single row its gradient is 0, and what a kernel gives is all rounding
+    if bias:  # with a single row, its gradient is 0, and a kernel returns nothing but rounding errors
         vocab = max(vocab, 2)
     widths = _sizes(WIDTHS, tiles.get("hidden", ()))
     width = _size(draw, widths, (), large and large.width) if "hidden" in head.leaves else 1
     cut = _cut(draw, candidate, tokens)
     tokens = sum(cut)
     if large is not None:
-        whole = _equal(tokens, large.sequences)
-        cut = _one_of(draw, (cut, whole), (whole,))
+        equal = _equal(tokens, large.sequences)
+        cut = _one_of(draw, (cut, equal), (equal,))
     cut += (0,) * (-len(cut) % spec.group_size)
+    columns = width if "hidden" in head.leaves else vocab
     return Problem(
         spec=spec.name,
         head=candidate.head,
         dtype=dtype,
         rounded_to=None if coarsest == dtype else coarsest,
         lengths=cut,
-        masks=_masks(draw, len(cut), ("all",) if large is not None else _SOME if rich else ()),
+        masks=_masks(draw, len(cut), preferred_masks),
         hidden=width,
         vocab=vocab,
         bias=bias,
         options=draw(draw_options(candidate, target)),
-        scenario={c.name: v for c in spec.scenarios if (v := _scenario(draw, c, candidate, target, rich)) != c.default},
+        scenario=_scenarios(draw, candidate, target, rich),
         group_size=spec.group_size,
-        logit_std=_logit_std(draw, coarse and spec.kinks, large),
+        logit_std=_logit_std(draw, coarse_kinks, large),
         label_boost=draw(_LABEL_BOOSTS),
         forced_labels=draw(forced_labels(tokens, vocab)) if large is None else (),
-        outliers=()
-        if (coarse and spec.kinks) or not head.has_logits
-        else draw(_outliers(tokens, width if "hidden" in head.leaves else vocab)),
+        outliers=draw(_outliers(tokens, columns)) if head.has_logits and not coarse_kinks else (),
         cotangent=draw(_cotangents(candidate.differentiable)),
         seed=_seed(draw),
     )
 
 
 def _cut(draw: DrawFn, candidate: Candidate, tokens: int) -> tuple[int, ...]:
-    """Cuts tokens into sequences. Where none, or no rank, may be empty, there are many, and one
-    token for each at least; if only ranks must not, some more stand before them.
+    """Cuts tokens into sequences.
+
+    If both sequences and ranks may be empty, the lengths are free. Otherwise each sequence has a
+    token. If only ranks must have tokens, a group of empty sequences may come first.
     """
-    most, empty, group = draw(_SEQUENCES), candidate.given(EMPTY.name), candidate.spec.group_size
-    if len(empty) == len(EMPTY.choices):
+    most, may_be_empty, group = draw(_SEQUENCES), candidate.given(EMPTY.name), candidate.spec.group_size
+    if len(may_be_empty) == len(EMPTY.choices):
         return draw(lengths(tokens, most))
     count = max(group, min(most, tokens) // group * group)
     cut = tuple(length + 1 for length in draw(lengths(max(tokens - count, 0), count, count)))
-    return (0,) * group + cut if "sequence" in empty and draw(st.booleans()) else cut
+    if "sequence" in may_be_empty and draw(st.booleans()):
+        return (0,) * group + cut
+    return cut
+
+
+def _scenarios(draw: DrawFn, candidate: Candidate, target: ForcedOption | None, rich: bool) -> dict[str, Any]:
+    """Draws the choices of scenarios, and returns those that are not at their default."""
+    chosen = {one: _scenario(draw, one, candidate, target, rich) for one in candidate.spec.scenarios}
+    return {one.name: choice for one, choice in chosen.items() if choice != one.default}
 
 
 def _scenario(draw: DrawFn, scenario: Option, candidate: Candidate, target: ForcedOption | None, rich: bool) -> Any:
-    """Draws how fields are made.
+    """Draws the choice of a scenario.
 
-    In a rich problem the usual way is chosen more often: it has the most different tokens.
+    A rich problem has the usual choice more often, because it gives the most different tokens.
     """
     if target is not None and target.option == scenario.name:
         return draw(one_of(target.values))
@@ -222,56 +235,68 @@ def _scenario(draw: DrawFn, scenario: Option, candidate: Candidate, target: Forc
     if len(choices) == 1:
         return choices[0]
     usual = max(choices, key=choices.count)
-    return draw(one_of((*choices, *(usual,) * len(choices) * rich)))
+    more = (usual,) * len(choices) if rich else ()
+    return draw(one_of((*choices, *more)))
 
 
 def _one_of(draw: DrawFn, values: tuple[Any, ...], preferred: tuple[Any, ...] = ()) -> Any:
-    """Draws one of some values; Hypothesis shrinks to the first, preferred or not."""
+    """Draws one of several values: one of the preferred values, if there are any. Hypothesis
+    shrinks to the first value, preferred or not.
+    """
     with preferring([i for i, value in enumerate(values) if value in preferred]):
         return draw(one_of(values))
 
 
 def _size(draw: DrawFn, usual: tuple[int, ...], preferred: tuple[int, ...], large: int | None) -> int:
-    """Draws a usual size, or a large one, which is made smaller to a usual one."""
-    return _one_of(draw, usual, preferred) if large is None else _one_of(draw, (*usual, large), (large,))
+    """Draws the large size if there is one, else a usual size. Both shrink to a usual size."""
+    if large is None:
+        return _one_of(draw, usual, preferred)
+    return _one_of(draw, (*usual, large), (large,))
 
 
 def _logit_std(draw: DrawFn, small: bool, large: Shape | None) -> float:
-    if small or large is None:
-        return draw(_SMALL_LOGIT_STDS if small else _LOGIT_STDS)
+    if small:
+        return draw(_SMALL_LOGIT_STDS)
+    if large is None:
+        return draw(_LOGIT_STDS)
     return _one_of(draw, LOGIT_STDS, (large.logit_std,))
 
 
 def _seed(draw: DrawFn) -> int:
-    """Draws a seed. Its ends are no more likely than others, or problems would share tokens."""
+    """Draws a seed. The smallest and largest are as likely as others, so that problems do not share
+    tokens.
+    """
     with preferring(_SEEDS):
         return draw(st.integers(_SEEDS.start, _SEEDS.stop - 1))
 
 
 @cache
 def _sizes(usual: tuple[int, ...], tiles: tuple[int, ...]) -> tuple[int, ...]:
-    """The usual sizes, and those next to a boundary of a tile."""
+    """Returns the usual sizes, and the sizes next to a boundary of a tile."""
     near = {n for tile in tiles for n in (tile - 1, tile, tile + 1, 2 * tile, 2 * tile + 1)}
     return tuple(sorted(n for n in {*usual, *near} if n >= 1))
 
 
 @cache
 def lengths(tokens: int, most: int, least: int = 1) -> SearchStrategy[tuple[int, ...]]:
-    """Cuts ``tokens`` into ``least`` to ``most`` sequences, some of them empty."""
+    """Cuts ``tokens`` into ``least`` to ``most`` sequences, some of which may be empty."""
     cuts = st.lists(st.integers(0, tokens), min_size=least - 1, max_size=most - 1).map(sorted)
-    return cuts.map(lambda at: tuple(b - a for a, b in zip([0, *at], [*at, tokens], strict=True)))
+    return cuts.map(lambda at: _between([0, *at, tokens]))
 
 
 def _equal(tokens: int, sequences: int) -> tuple[int, ...]:
-    """Cuts ``tokens`` into so many sequences of nearly equal length."""
-    ends = [tokens * i // sequences for i in range(sequences + 1)]
-    return tuple(b - a for a, b in pairwise(ends))
+    """Cuts ``tokens`` into sequences of nearly equal length."""
+    return _between([tokens * i // sequences for i in range(sequences + 1)])
+
+
+def _between(bounds: Sequence[int]) -> tuple[int, ...]:
+    return tuple(end - start for start, end in pairwise(bounds))
 
 
 def _masks(draw: DrawFn, sequences: int, preferred: tuple[MaskPattern, ...]) -> tuple[MaskPattern, ...]:
-    """Draws one pattern for each sequence.
+    """Draws a pattern for each sequence.
 
-    A single sequence is never masked whole: nothing would be left to compare.
+    A single sequence never has the pattern "none", because nothing would be left to compare.
     """
     patterns = tuple(MASK_PATTERNS) if sequences > 1 else _SOME
     return tuple(_one_of(draw, patterns, preferred) for _ in range(sequences))
@@ -279,7 +304,7 @@ def _masks(draw: DrawFn, sequences: int, preferred: tuple[MaskPattern, ...]) -> 
 
 @cache
 def forced_labels(tokens: int, vocab: int) -> SearchStrategy[tuple[tuple[int, int], ...]]:
-    """Labels on the first or last row of a shard, for usual numbers of shards."""
+    """Draws labels on the first or last row of a shard, for usual numbers of shards."""
     shards = [shard for tp in (1, 2, 3, 4, 8) for shard in split_vocab(vocab, tp, "chunked")]
     edges = {row for shard in shards if shard.end > shard.start for row in (shard.start, shard.end - 1)}
     forced = st.tuples(st.integers(0, tokens - 1), st.sampled_from(sorted(edges)))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of a kernel on one rank, forward and backward: its inputs, and what properties vary.
+"""A call of a kernel on one rank: its inputs, and its steps, which properties vary.
 
-A rank computes on its own device. Problems are made, and results returned, on the CPU.
+A rank computes on its own device. Problems are made, and results are returned, on the CPU.
 """
 
 import sys
@@ -24,14 +24,15 @@ from lossgate.specs.spec import Spec
 from lossgate.worlds.base import RankContext
 
 _SHAPES = 100_000
-"""More than any run has problems."""
+"""A number larger than the number of problems of any run."""
 
 
 def many_shapes() -> AbstractContextManager[object]:
-    """Allows torch's compiler many shapes in this thread: each problem has others.
+    """Allows torch's compiler many shapes in this thread, because each problem has others.
 
-    By itself it gives up after eight, and a kernel that is compiled whole then raises an error.
-    Without the compiler, which takes seconds to load, it does nothing.
+    By default the compiler gives up after eight shapes, and a kernel that is compiled as a whole
+    then raises an error. This does nothing if the compiler, which takes seconds to load, is not
+    loaded.
     """
     config: Any = sys.modules.get("torch._dynamo.config")
     if config is None:
@@ -49,27 +50,27 @@ def local_inputs(
     tokens: Tokens = "shard",
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Makes the inputs of a rank, each time anew. The differentiable ones require grad.
+    """Makes the inputs of a rank, anew in each call. The differentiable inputs require grad.
 
     Args:
-        spec: the loss.
+        spec: the spec of the loss.
         head: where the kernel starts.
-        batch: as the ranks hold it, with padding.
-        rank: whose shards are made.
-        device: where they are; by default where the batch is.
-        tokens: how the kernel is given what belongs to tokens.
-        dtype: of all floating-point inputs; by default that of the problem for the differentiable
-            ones, and float32 for others.
+        batch: the batch as the ranks hold it, with padding.
+        rank: the rank.
+        device: the device of the inputs; by default that of the batch.
+        tokens: how the kernel is given the fields of tokens.
+        dtype: the dtype of all floating-point inputs; by default the problem's for differentiable
+            inputs, and float32 for others.
     """
 
-    def of_kind(tensor: Tensor) -> Tensor:
+    def moved(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
     dims = HEADS[head].leaves
-    leaves = {name: of_kind(batch.local_leaf(name, dims[name], rank)).requires_grad_() for name in batch.leaves}
+    leaves = {name: moved(batch.local_leaf(name, dims[name], rank)).requires_grad_() for name in batch.leaves}
     absent = dict.fromkeys(set(dims) - set(leaves))
     given = batch.local_fields(rank, tokens, spec.unshifted)
-    fields = {name: of_kind(value) if isinstance(value, Tensor) else value for name, value in given.items()}
+    fields = {name: moved(value) if isinstance(value, Tensor) else value for name, value in given.items()}
     inputs_class: Any = spec.inputs[head]
     return inputs_class(**fields, **leaves, **absent)
 
@@ -81,9 +82,8 @@ RankOutputs = Mapping[Output, Tensor | None]
 
 
 class RankCall:
-    """A kernel with the inputs of one rank.
-
-    It does nothing by itself: ``forward``, ``backward`` and ``collect`` are the steps of a call.
+    """A call of a kernel with the inputs of one rank. Its steps are ``forward``, ``backward`` and
+    ``collect``.
     """
 
     def __init__(self, candidate: Candidate, options: Any, batch: GlobalBatch, context: RankContext) -> None:
@@ -92,15 +92,15 @@ class RankCall:
         Args:
             candidate: the kernel.
             options: an object of the spec's option class.
-            batch: as the ranks hold it, with padding.
-            context: of the rank.
+            batch: the batch as the ranks hold it, with padding.
+            context: the rank, its device and its mesh.
         """
         self.candidate, self.options, self.batch, self.context = candidate, options, batch, context
         made = local_inputs(candidate.spec, candidate.head, batch, context.rank, context.device, candidate.tokens)
         self.use(made)
 
     def use(self, inputs: Any) -> None:
-        """Has the kernel be called with other inputs than those that were made."""
+        """Replaces the inputs with which the kernel will be called."""
         self.inputs = inputs
         self.leaves: dict[str, Tensor] = {name: getattr(inputs, name) for name in self.batch.leaves}
         """The differentiable inputs, by name."""
@@ -122,21 +122,21 @@ class RankCall:
         """Calls the kernel.
 
         Args:
-            has_graph: whether what is declared differentiable must carry a graph.
-            own_dtypes: whether dtypes must be those that are declared.
+            has_graph: whether outputs that are declared differentiable must carry a graph.
+            own_dtypes: whether dtypes must be the declared ones.
 
         Raises:
-            CandidateError: if the kernel breaks its declared interface, or calls lossgate wrongly
-                itself.
+            CandidateError: if the kernel breaks its declared interface, or itself calls lossgate
+                wrongly.
         """
+        rank, device = self.context.rank, self.context.device
         try:
             with many_shapes():
                 returned = self.candidate(self.inputs, self.options, self.context.mesh)
-        except UsageError as error:  # passed on as it is, it would end the run like one of the command line
+        except UsageError as error:  # else it would end the run like a wrong command line
             raise CandidateError(
-                f"candidate {self.candidate.name!r} on rank {self.context.rank} raised {type(error).__name__}: {error}"
+                f"candidate {self.candidate.name!r} on rank {rank} raised {type(error).__name__}: {error}"
             ) from error
-        rank, device = self.context.rank, self.context.device
         return check_returned(
             returned, self.candidate, self.batch, rank, device, has_graph=has_graph, own_dtypes=own_dtypes
         )
@@ -145,12 +145,12 @@ class RankCall:
         """Calls backward with the upstream gradients of the problem.
 
         Args:
-            outputs: what ``forward`` returned.
-            factor: multiplies the upstream gradients.
-            retain_graph: as torch has it.
+            outputs: the outputs of ``forward``.
+            factor: the factor of the upstream gradients.
+            retain_graph: as for ``torch.autograd.backward``.
         """
         roots = self.roots(outputs)
-        upstream = [one * factor for one in self.upstreams(roots).values()]
+        upstream = [gradient * factor for gradient in self.upstreams(roots).values()]
         torch.autograd.backward([*roots.values()], upstream, retain_graph=retain_graph)
 
     def roots(self, outputs: Outputs) -> dict[str, Tensor]:
@@ -168,26 +168,31 @@ class RankCall:
         return own.to(self.context.device, root.dtype)
 
     def collect(self, outputs: Outputs, divided_by: float = 1.0, leaves: Collection[str] | None = None) -> RankOutputs:
-        """Returns copies of what the kernel gave, on the CPU.
+        """Returns copies of the outputs, metrics and gradients of the kernel, on the CPU.
 
         Args:
-            outputs: what ``forward`` returned.
-            divided_by: divides the gradients. A power of two, so that nothing is rounded.
-            leaves: those whose gradients are returned; by default all.
+            outputs: the outputs of ``forward``.
+            divided_by: the divisor of the gradients. It is a power of two, so that nothing is
+                rounded.
+            leaves: the differentiable inputs whose gradients are returned; by default all.
         """
-        spec, chosen = self.candidate.spec, self.leaves if leaves is None else {n: self.leaves[n] for n in leaves}
-        returned = {spec.output(name): getattr(outputs, name) for name in spec.outputs}
-        local: dict[Output, Tensor | None] = {
-            o: tensor.detach() for o, tensor in returned.items() if tensor is not None
-        }
-        local |= {metric_output(name): metric.detach() for name, metric in outputs.metrics.items()}
-        for leaf, output in self.candidate.starts_at.gradients(chosen).items():
-            tensor = chosen[leaf]
-            empty = tensor.numel() == 0  # a rank without tokens has no gradient to miss
-            gradient = torch.zeros_like(tensor) if tensor.grad is None and empty else tensor.grad
-            local[output] = gradient if gradient is None or divided_by == 1 else gradient / divided_by
-        # A kernel may write to its gradients and outputs in a later call.
-        return {o: None if tensor is None else tensor.detach().to("cpu", copy=True) for o, tensor in local.items()}
+        spec = self.candidate.spec
+        found: dict[Output, Tensor | None] = {}
+        for name in spec.outputs:
+            if (tensor := getattr(outputs, name)) is not None:
+                found[spec.output(name)] = tensor
+        found |= {metric_output(name): metric for name, metric in outputs.metrics.items()}
+        chosen = self.leaves if leaves is None else {name: self.leaves[name] for name in leaves}
+        for name, output in self.candidate.starts_at.gradients(chosen).items():
+            leaf = chosen[name]
+            gradient = leaf.grad
+            if gradient is None and leaf.numel() == 0:  # a rank without tokens has no gradient to miss
+                gradient = torch.zeros_like(leaf)
+            if gradient is not None and divided_by != 1:
+                gradient = gradient / divided_by
+            found[output] = gradient
+        # Copied, because a kernel may write to its gradients and outputs in a later call.
+        return {o: None if tensor is None else tensor.detach().to("cpu", copy=True) for o, tensor in found.items()}
 
 
 def local_upstream(name: str, candidate: Candidate, batch: GlobalBatch, rank: int) -> Tensor:
@@ -199,7 +204,7 @@ def local_upstream(name: str, candidate: Candidate, batch: GlobalBatch, rank: in
 
 
 How = Callable[[RankCall], T]
-"""How a kernel is called on each rank. It pickles: worlds whose ranks are processes send it."""
+"""A function that calls a kernel on a rank. It must pickle, because worlds send it to processes."""
 
 
 def plainly(call: RankCall) -> RankOutputs:
@@ -213,22 +218,23 @@ def plainly(call: RankCall) -> RankOutputs:
 class RankTask:
     """A task for the ranks of a world.
 
-    It is data: the candidate pickles as its source. The batch goes along, so that every rank has
-    the same bits, whatever its machine.
+    It is data that can be sent: the candidate pickles as its source. The batch is sent too, so
+    every rank has the same bits on any machine.
     """
 
     candidate: Candidate
     options: Mapping[str, Any]
-    """Those that are not at their default."""
+    """The options that are not at their default."""
     batch: GlobalBatch
     how: How[Any] = plainly
     """How the kernel is called."""
 
     def __call__(self, context: RankContext) -> Any:
-        """Runs the candidate on this rank, and returns what ``how`` does.
+        """Calls the candidate on this rank, and returns the result of ``how``.
 
         Raises:
-            CandidateError: if it breaks its declared interface, or calls lossgate wrongly itself.
+            CandidateError: if the kernel breaks its declared interface, or itself calls lossgate
+                wrongly.
         """
         options = self.candidate.spec.bind(self.options).options
         return self.how(RankCall(self.candidate, options, self.batch, context))

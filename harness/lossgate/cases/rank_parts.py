@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rounding does to a number of which each rank computes a part.
+"""The noise of a number of which each rank rounds its own part.
 
-Runs of the ensemble compute a loss or metric at once. Where that is returned, or computed, in a
-coarse dtype, each of several ranks rounds its own part. If parts of either sign cancel, that is far
-more than to round the sum.
+Runs of the ensemble compute a loss or metric at once. If it is returned, or computed, in a coarse
+dtype, each of several ranks rounds its own part. If parts of either sign cancel, these errors are
+far larger than that of rounding the sum.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -26,10 +26,10 @@ from lossgate.specs.outputs import LOSS, Output, metric_output
 _SPLITTING: tuple[Axis, ...] = ("dp", "cp")
 
 Share = tuple[Tensor, Tensor]
-"""Numbers of the sequences of which a rank has tokens, and of these tokens."""
+"""A rank's share of the batch: the numbers of its sequences, and the numbers of its tokens."""
 
 _EQUAL = 1e-9
-"""Relative error up to which parts add up to the whole, in float64."""
+"""The largest relative error, in float64, of parts that add up to the whole."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,21 @@ class RankParts:
     """The parts of a number that ranks round."""
 
     parts: Tensor
-    """``[ranks]``."""
+    """The part of each rank, ``[ranks]``."""
     format: FloatFormat
-    """To which each is rounded."""
+    """The format to which each part is rounded."""
     own_sum: bool
-    """The kernel adds them up itself, and rounds each partial sum."""
+    """Whether the kernel adds the parts up itself, and rounds each partial sum."""
     seed: int
 
     def noise(self, members: int) -> Tensor:
-        """Returns how far the sum of rounded parts is off in some runs, ``[members]``."""
+        """Returns the error of the sum of rounded parts, in each of ``members`` runs."""
         noise, parts = Noise(self.seed), self.parts.expand(members, -1)
-        off = noise.round(parts, self.format) - parts
+        errors = noise.round(parts, self.format) - parts
         if self.own_sum:
             sums = parts.cumsum(1)[:, 1:]
-            off = torch.cat([off, noise.round(sums, self.format) - sums], 1)
-        return off.sum(1)
+            errors = torch.cat([errors, noise.round(sums, self.format) - sums], 1)
+        return errors.sum(1)
 
 
 def rank_parts(
@@ -63,19 +63,19 @@ def rank_parts(
 ) -> dict[Output, RankParts]:
     """Returns the parts of numbers that ranks round.
 
-    A loss of whole sequences, such as one of pairs, does not add up over the tokens of cp ranks.
-    Each of these computes the same, so its parts are those of the dp ranks.
+    A loss of whole sequences, such as a loss of pairs, does not add up over the tokens of cp ranks.
+    All cp ranks compute the same, so the parts are those of the dp ranks.
 
-    Left out are numbers that are all in float32, those that no two ranks share, and those whose
-    parts do not add up to the whole. These are extrema, and numbers to which tokens or sequences
-    contribute whose masks are all false.
+    Numbers are left out if they are in float32 throughout, if a single rank computes them, or if
+    their parts do not add up to the whole. The latter holds for extrema, and for numbers to which
+    masked tokens or sequences contribute.
 
     Args:
-        candidate: says how parts make the whole.
+        candidate: the candidate, whose contract says how parts make the whole.
         placed: the problem on its layout.
         stages: the formats to which the kernel rounds.
-        returned: the outputs that it returns.
-        reference: those of the reference.
+        returned: the outputs that the kernel returns.
+        reference: the outputs of the reference.
     """
     placements = {output: _over_several(candidate, placed, output) for output in reference if not output.dims}
     formats = {output: _format_of(output, over, stages) for output, over in placements.items() if over}
@@ -93,28 +93,36 @@ def rank_parts(
 
 
 def _splits(partition: Partition) -> list[list[Share]]:
-    """Returns how the ranks split the batch: the shares of all ranks, and those of the dp ranks."""
-    (dp, cp), held = (partition.layout.sizes[axis] for axis in _SPLITTING), partition.real_token_shards
-    sequences = [torch.tensor(partition.sequences(rank), dtype=torch.long) for rank in range(dp)]
-    ranks = [(sequences[number // cp], tokens) for number, tokens in enumerate(held)]
-    whole = [(sequences[rank], torch.cat(held[rank * cp : (rank + 1) * cp])) for rank in range(dp)]
-    return [ranks] if cp == 1 else [ranks, whole]
+    """Returns the ways in which the batch splits: the shares of all ranks; and if cp splits it, the
+    shares of the dp ranks.
+    """
+    (dp, cp), tokens_of = (partition.layout.sizes[axis] for axis in _SPLITTING), partition.real_token_shards
+    sequences = [torch.tensor(partition.sequences(dp_rank), dtype=torch.long) for dp_rank in range(dp)]
+    of_ranks = [(sequences[number // cp], tokens) for number, tokens in enumerate(tokens_of)]
+    if cp == 1:
+        return [of_ranks]
+    of_dp_ranks = [(sequences[rank], torch.cat(tokens_of[rank * cp : (rank + 1) * cp])) for rank in range(dp)]
+    return [of_ranks, of_dp_ranks]
 
 
 def _add_up(parts: Tensor, whole: Tensor) -> bool:
-    """Returns whether parts add up to the whole. An extremum without tokens is infinite."""
-    return bool(parts.isfinite().all() and (parts.sum() - whole).abs() <= _EQUAL * parts.abs().sum())
+    """Returns whether parts add up to the whole."""
+    if not parts.isfinite().all():  # an extremum without tokens is infinite
+        return False
+    return bool((parts.sum() - whole).abs() <= _EQUAL * parts.abs().sum())
 
 
 def _over_several(candidate: Candidate, placed: PlacedProblem, output: Output) -> tuple[Placement, ...]:
-    """Returns how an output is placed over the axes that split its tokens among several ranks."""
+    """Returns the placement of an output over each axis that splits its tokens among ranks."""
     sizes, placements = placed.partition.layout.sizes, candidate.placements(output)
     return tuple(placements.get(axis, "replicate") for axis in _SPLITTING if sizes[axis] > 1)
 
 
 def _format_of(output: Output, over: tuple[Placement, ...], stages: Stages) -> FloatFormat:
-    """Returns the format of a rank's part: that of the loss's arithmetic if the kernel adds it up,
-    and otherwise that in which they are returned, if it is coarser.
+    """Returns the format of a rank's part.
+
+    If the kernel adds the parts up, it is that of the loss's arithmetic. Otherwise each part is
+    also returned, so it is the coarser of that format and the format of the returned output.
     """
     own_sum = all(placement == "replicate" for placement in over)
     return stages.loss if own_sum else coarsest(stages.loss, stages.returned_in(output.name))
@@ -123,8 +131,8 @@ def _format_of(output: Output, over: tuple[Placement, ...], stages: Stages) -> F
 def _parts(placed: PlacedProblem, returned: Collection[Output], shares: Sequence[Share]) -> dict[Output, Tensor]:
     """Returns the parts of loss and metrics that come from each share of the batch, ``[shares]``.
 
-    The masks of all other tokens and sequences are false. What counts the whole batch stays that of
-    the whole batch.
+    For a part, the masks of all other tokens and sequences are false. Counts stay those of the
+    whole batch.
     """
     parts: list[dict[Output, Tensor]] = []
     for share in shares:
@@ -134,11 +142,12 @@ def _parts(placed: PlacedProblem, returned: Collection[Output], shares: Sequence
 
 
 def masks_of_share(placed: PlacedProblem, share: Share) -> dict[str, Tensor]:
-    """Returns the boolean fields of tokens and sequences, false outside a share."""
+    """Returns the boolean fields of tokens and sequences, set to false outside a share."""
     batch, own = placed.bound.batch, dict(zip(("sequence", "token"), share, strict=True))
     masks: dict[str, Tensor] = {}
     for name, dims in {**batch.field_dims, "mask": ("token",)}.items():
         field = batch.fields[name]
         if field.dtype is torch.bool and dims and dims[0] in own:
-            masks[name] = torch.zeros_like(field).index_copy(0, own[dims[0]], field[own[dims[0]]])
+            inside = own[dims[0]]
+            masks[name] = torch.zeros_like(field).index_copy(0, inside, field[inside])
     return masks

@@ -16,30 +16,30 @@ from lossgate.specs.outputs import LOGPROBS, LOSS, TOKEN_ENTROPY, Output, metric
 from lossgate.specs.token_values import TokenValues
 
 Part = tuple[float, Mapping[str, Any]]
-"""A weight, and the fields that a part of the loss sees in place of the batch's."""
+"""A part of a loss: its weight, and the fields that it has in place of the batch's."""
 
 
 @dataclass(frozen=True)
 class LossStage:
-    """The reference from the values per token on."""
+    """The results of the reference's loss stage, which starts from the values per token."""
 
     outputs: Mapping[Output, Tensor]
-    """Values and metrics."""
+    """The outputs except gradients."""
     upstream: Mapping[str, Tensor]
-    """The gradient of each of the values per token, by its name in ``TokenValues``."""
+    """The gradients of the values per token, by their names in ``TokenValues``."""
     logprobs: Tensor | None
-    """Of ``TokenValues``, if the loss uses them."""
+    """The log-probabilities of ``TokenValues``; None if the loss does not use them."""
 
 
 class DenseRun:
     """The reference on one batch, with any options.
 
-    The stages up to the values per token are run once for all options that share them. Others that
-    differ in the loss alone then cost little.
+    The stages up to the values per token are run once for all options that share them. So options
+    that differ only in the loss cost little.
     """
 
     def __init__(self, batch: GlobalBatch, head: str) -> None:
-        """Prepares runs.
+        """Prepares to run the reference.
 
         Args:
             batch: the whole batch.
@@ -51,7 +51,7 @@ class DenseRun:
         self._stages: dict[str, LossStage] = {}
 
     def outputs(self, bound: BoundSpec) -> dict[Output, Tensor]:
-        """Computes values, metrics, and the gradient of each leaf.
+        """Computes the outputs, and the gradient of each leaf.
 
         Args:
             bound: the spec with options, and with the outputs that will be compared.
@@ -59,33 +59,36 @@ class DenseRun:
         return self._down_to_leaves(self.loss_stage(bound), bound)
 
     def in_parts(self, bound: BoundSpec, parts: Sequence[Part]) -> dict[Output, Tensor]:
-        """Computes the same as ``outputs`` with a loss that is put together of parts, and without
-        metrics.
+        """Computes the same as ``outputs``, without metrics, for a loss that is a sum of parts.
 
         Args:
             bound: the spec with options.
-            parts: the loss is their weighted sum.
+            parts: the parts, whose weighted sum is the loss.
         """
         return self._down_to_leaves(self._run_loss(bound, parts), bound)
 
     def _down_to_leaves(self, stage: LossStage, bound: BoundSpec) -> dict[Output, Tensor]:
+        """Returns the outputs of a loss stage with the gradients of the leaves."""
         values, leaves = self.token_values(bound), self._leaves
         roots = [values.given[name] for name in stage.upstream]
-        gradients = torch.autograd.grad(roots, list(leaves.values()), list(stage.upstream.values()), retain_graph=True)
-        return {**stage.outputs, **dict(zip(HEADS[self._head].gradients(leaves).values(), gradients, strict=True))}
+        found = torch.autograd.grad(roots, list(leaves.values()), list(stage.upstream.values()), retain_graph=True)
+        gradients = dict(zip(HEADS[self._head].gradients(leaves).values(), found, strict=True))
+        return {**stage.outputs, **gradients}
 
     def loss_stage(self, bound: BoundSpec) -> LossStage:
-        """Computes values and metrics, and the gradients of the values per token."""
+        """Computes the outputs except gradients of leaves, and the gradients of the values per
+        token.
+        """
         key = f"{bound.options} {bound.returned}"
         if key not in self._stages:
             self._stages[key] = self._run_loss(bound)
         return self._stages[key]
 
     def _run_loss(self, bound: BoundSpec, parts: Sequence[Part] | None = None) -> LossStage:
-        whole = self.token_values(bound)
-        given = whole.given
+        with_graph = self.token_values(bound)
+        given = with_graph.given
         per_token = {name: value.detach().requires_grad_() for name, value in given.items() if value.requires_grad}
-        values = whole.replace(**per_token)
+        values = with_graph.replace(**per_token)
         outputs: dict[Output, Tensor] = {LOGPROBS: values.logprobs} if "logprobs" in bound.spec.outputs else {}
         if "token_entropy" in bound.spec.outputs and "entropy" in given:
             outputs[TOKEN_ENTROPY] = values.entropy
@@ -94,12 +97,11 @@ class DenseRun:
             outputs |= {LOSS: loss, **{metric_output(name): metric for name, metric in metrics.items()}}
         roots = [_finite(_with_graph(outputs[bound.spec.output(name)], name, bound)) for name in self._batch.cotangents]
         cotangents = list(self._batch.cotangents.values())
-        gradients = torch.autograd.grad(roots, list(per_token.values()), cotangents, allow_unused=True)
-        found = {output: tensor.detach() for output, tensor in outputs.items()}
-        found_of = zip(per_token, gradients, strict=True)
-        upstream = {name: g for name, g in found_of if g is not None}  # pyright: ignore[reportUnnecessaryComparison]
-        logprobs = whole.logprobs.detach() if "logprobs" in given else None
-        return LossStage(found, upstream, logprobs)
+        found = torch.autograd.grad(roots, list(per_token.values()), cotangents, allow_unused=True)
+        gradients = zip(per_token, found, strict=True)
+        upstream = {name: g for name, g in gradients if g is not None}  # pyright: ignore[reportUnnecessaryComparison]
+        logprobs = with_graph.logprobs.detach() if "logprobs" in given else None
+        return LossStage({output: tensor.detach() for output, tensor in outputs.items()}, upstream, logprobs)
 
     def _loss(
         self, bound: BoundSpec, values: TokenValues, parts: Sequence[Part] | None
@@ -107,10 +109,13 @@ class DenseRun:
         known = self._batch.known
         if parts is None:
             return bound.loss(values, known)
-        return torch.stack([weight * bound.loss(values, {**known, **own})[0] for weight, own in parts]).sum(), {}
+        weighted = [weight * bound.loss(values, {**known, **own})[0] for weight, own in parts]
+        return torch.stack(weighted).sum(), {}
 
     def token_stage(self, bound: BoundSpec) -> str:
-        """Names what the values per token are computed with: options of one name share them."""
+        """Returns a name of the stages before the loss. Options with the same name share the values
+        per token.
+        """
         return bound.token_stage if HEADS[self._head].has_logits else ""
 
     def token_values(self, bound: BoundSpec) -> TokenValues:
@@ -124,15 +129,15 @@ class DenseRun:
 def _with_graph(x: Tensor, name: str, bound: BoundSpec) -> Tensor:
     if not x.requires_grad:
         raise UsageError(
-            f"spec {bound.spec.name!r}: its reference returned a {name} that no value per token leads to; "
-            "compute it from values, with torch, and detach nothing"
+            f"spec {bound.spec.name!r}: its reference returned a {name} without a gradient to the values per token; "
+            "compute it from values, with torch, and do not detach"
         )
     return x
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Returns ``x`` with zeros in place of the log-probabilities of labels that a filter left out.
+    """Returns ``x`` with zeros in place of numbers that are not finite.
 
-    They are -inf, which no gradient can move.
+    These are the log-probabilities -inf of labels that a filter leaves out. They have no gradient.
     """
     return torch.where(x.isfinite(), x, 0.0)

@@ -27,21 +27,21 @@ def check_returned(
     has_graph: bool = True,
     own_dtypes: bool = True,
 ) -> Outputs:
-    """Returns the outputs of a rank.
+    """Checks the outputs of a rank, and returns them as ``Outputs``.
 
     Args:
-        returned: what the kernel returned.
-        candidate: says what is declared.
-        batch: as the ranks hold it.
+        returned: the value that the kernel returned.
+        candidate: the candidate, which declares its outputs.
+        batch: the batch as the ranks hold it.
         rank: the rank.
-        device: where its inputs are.
-        has_graph: whether what is declared differentiable must carry a graph.
-        own_dtypes: whether dtypes must be those that are declared; autocast chooses others.
+        device: the device of the rank's inputs.
+        has_graph: whether outputs that are declared differentiable must carry a graph.
+        own_dtypes: whether dtypes must be the declared ones. Autocast chooses others.
 
     Raises:
-        CandidateError: if a type, shape, dtype or device is not as declared, an output is unknown
-            to the spec or required and missing, or an output that is declared differentiable has
-            no graph.
+        CandidateError: if a type, shape, dtype or device is not as declared; if the spec does not
+            have an output; if a required output is missing; or if an output that is declared
+            differentiable has no graph.
     """
     who = f"candidate {candidate.name!r} on rank {rank}"
     if isinstance(returned, Tensor):
@@ -52,21 +52,24 @@ def check_returned(
         )
     values = _values(returned, candidate, batch, rank, who)
     expected = values | _metrics(returned, candidate, who)
-    precision, own_names = candidate.precision[batch.dtype], {f"metric {name!r}": name for name in returned.metrics}
-    for name, (tensor, shape) in expected.items():
-        dtype = TORCH_DTYPES[precision.dtype_of(own_names.get(name, name))]
+    precision, metric_names = candidate.precision[batch.dtype], {f"metric {name!r}": name for name in returned.metrics}
+    for shown, (tensor, shape) in expected.items():
+        name = metric_names.get(shown, shown)
+        dtype = TORCH_DTYPES[precision.dtype_of(name)]
         if not isinstance(tensor, Tensor):
-            raise CandidateError(f"{who} returned {name} as {type(tensor).__name__}; expected a tensor")
+            raise CandidateError(f"{who} returned {shown} as {type(tensor).__name__}; expected a tensor")
         if tuple(tensor.shape) != shape:
-            raise CandidateError(f"{who} returned {name} of shape {list(tensor.shape)}; expected {list(shape)}")
+            raise CandidateError(f"{who} returned {shown} of shape {list(tensor.shape)}; expected {list(shape)}")
         if tensor.dtype != dtype and (own_dtypes or not tensor.is_floating_point()):
             got, want = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
-            raise CandidateError(f"{who} returned {name} in {got}; {_remedy(own_names.get(name, name), got, want)}")
-        if name in values and tensor.device.type != device.type:
-            raise CandidateError(f"{who} returned {name} on {tensor.device.type}; its inputs are on {device.type}")
+            raise CandidateError(f"{who} returned {shown} in {got}; {_remedy(name, got, want)}")
+        if shown in values and tensor.device.type != device.type:
+            raise CandidateError(f"{who} returned {shown} on {tensor.device.type}; its inputs are on {device.type}")
     for name in candidate.differentiable:
         if (output := getattr(returned, name)) is None:
-            raise CandidateError(f"{who} returned no {name}, which is declared differentiable")
+            raise CandidateError(
+                f"{who} returned no {name}, which is declared differentiable; return it, or drop it from differentiable"
+            )
         if has_graph and not output.requires_grad:
             raise CandidateError(
                 f"{who} returned {name} without a graph; it is declared differentiable; {_way_out(batch, rank)}"
@@ -75,37 +78,40 @@ def check_returned(
 
 
 def _remedy(name: str, got: str, want: str) -> str:
+    """Returns advice for an output in another dtype than the declared one."""
     own = f"returned={{{name!r}: {got!r}}}"
-    return f"its Precision declares {want}: give it {own}, or loss={got!r} if the loss is computed in {got}"
+    return f"its Precision declares {want}: add {own} to it, or loss={got!r} if the loss is computed in {got}"
 
 
 def _values(
     returned: Outputs, candidate: Candidate, batch: GlobalBatch, rank: int, who: str
 ) -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """Returns each output beside metrics, and the shape that it must have."""
+    """Returns each output except metrics, with the shape that it must have, by name."""
     spec, found = candidate.spec, dict[str, tuple[Any, tuple[int, ...]]]()
     for name, output in RETURNED.items():
-        if (value := getattr(returned, name)) is not None:
-            if name not in spec.outputs:
-                expected = ", ".join(spec.outputs)
-                raise CandidateError(f"{who} returned {name}; spec {spec.name!r} has only {expected}")
-            found[name] = (value, local_shape(output, candidate, batch.partition, rank))
-        elif name == spec.outputs[0]:
-            raise CandidateError(f"{who} returned no {name}; spec {spec.name!r} requires it")
+        value = getattr(returned, name)
+        if value is None:
+            if name == spec.outputs[0]:
+                raise CandidateError(f"{who} returned no {name}; spec {spec.name!r} requires it")
+            continue
+        if name not in spec.outputs:
+            expected = ", ".join(spec.outputs)
+            raise CandidateError(f"{who} returned {name}; spec {spec.name!r} has only {expected}")
+        found[name] = (value, local_shape(output, candidate, batch.partition, rank))
     return found
 
 
 def local_shape(
     output: Output, candidate: Candidate, partition: Partition, rank: int, hidden: int = 0
 ) -> tuple[int, ...]:
-    """Returns the shape of what a rank gives of an output.
+    """Returns the shape of an output, or of its part, on a rank.
 
     Args:
         output: the output.
-        candidate: says whether it is that of whole sequences.
+        candidate: the candidate, which may return outputs of whole sequences.
         partition: how the problem is split.
         rank: the rank.
-        hidden: the width of the hidden states, where a gradient may have it.
+        hidden: the width of the hidden states, which gradients may have.
     """
     if candidate.returns_whole(output):
         return tuple(WholeSequences.of(partition, candidate.tokens, rank).token.shape)
@@ -113,6 +119,7 @@ def local_shape(
 
 
 def _metrics(returned: Outputs, candidate: Candidate, who: str) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Returns each metric with the shape that it must have, by its name in messages."""
     spec = candidate.spec
     if not isinstance(returned.metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CandidateError(
@@ -129,7 +136,7 @@ def _metrics(returned: Outputs, candidate: Candidate, who: str) -> dict[str, tup
 
 
 def _way_out(batch: GlobalBatch, rank: int) -> str:
-    """Returns what to do about an output without a graph."""
+    """Returns advice for an output without a graph."""
     if 0 in batch.partition.local_shape(("token", "sequence"), rank, 0):
-        return "it has no token: a rank that has nothing to compute adds 0.0 * x.sum() of each differentiable input x"
+        return "this rank has no token, and such a rank adds 0.0 * x.sum() of each differentiable input x"
     return "look for detach(), torch.no_grad() and tensors that are made anew"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks in which errors of an output come: tokens, sequences, ranks; rows, tiles and shards of
-the vocabulary.
+"""Cuts outputs into the blocks in which errors come: tokens, sequences and their shards; rows,
+tiles and shards of the vocabulary.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ def blocks_of(
         output: the output, without padding.
         partition: how a layout splits it.
         tiles: the candidate's tile sizes, by dim.
-        compared: which slices along the first dim are compared; None for all.
+        compared: the slices along the first dim that are compared; None for all.
     """
     found: list[Blocks] = []
     for dim, name in enumerate(output.dims):
-        for block, every_index in _cuts(name, partition, tiles).items():
-            index = every_index if compared is None else every_index[compared]
+        for block, block_of_slice in _cuts(name, partition, tiles).items():
+            index = block_of_slice if compared is None else block_of_slice[compared]
             count = int(index.max()) + 1 if len(index) else 0
             if count > 1:  # a single block is the whole, which SCALE looks at
                 found.append(Blocks(block, dim, index, count))
@@ -38,18 +38,21 @@ def blocks_of(
 
 
 def _cuts(dim: Dim, partition: Partition, tiles: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Returns the number of each slice's block along a dim, by the name of the block."""
     if dim == "token":
         return _token_cuts(partition)
     if dim == "sequence":
         return _sequence_cuts(partition)
-    return _vocab_cuts(partition, tiles) if dim == "vocab" else {}
+    if dim == "vocab":
+        return _vocab_cuts(partition, tiles)
+    return {}
 
 
 def _token_cuts(partition: Partition) -> dict[str, Tensor]:
     sequence = torch.repeat_interleave(torch.arange(len(partition.lengths)), torch.tensor(partition.lengths))
     owner = torch.zeros(len(sequence), dtype=torch.long)
-    for i, tokens in enumerate(partition.real_token_shards):
-        owner[tokens] = i
+    for rank, tokens in enumerate(partition.real_token_shards):
+        owner[tokens] = rank
     return {"token": torch.arange(len(sequence)), "sequence": sequence, "token shard": owner}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of one output of one problem."""
+"""The outcome for one output of one problem: its statistics, their limits, and faults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ class Comparison:
 
     output: Output
     called: str = ""
-    """How the kernel was called, in words, if a property calls it in several ways."""
+    """How the kernel was called, in words; empty unless a property calls it in several ways."""
     values: Mapping[str, float] = field(default_factory=dict)
-    """The statistics; SCALE has a sign."""
+    """The value of each statistic. SCALE has a sign."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """The limit of each statistic."""
     where: Mapping[str, str] = field(default_factory=dict)
@@ -26,20 +26,22 @@ class Comparison:
     mean: float = 0.0
     """Mean of SCALE over the ensemble: rounding makes the largest of many numbers larger."""
     noise: float | None = None
-    """How noisy the result is, in units of the noisiest run; None if no run has any noise, or right
-    kernels may be noisier than all."""
+    """The noise of the result, in units of the noisiest run. None if no run has noise, or if right
+    kernels may be noisier than every run."""
     unit: float = 0.0
     """Unit roundoff of the output's dtype."""
     kernels: int = 1
-    """How many kernels' rounding is in it: two in the difference of two."""
+    """Number of kernels whose rounding is in the output: 2 for the difference of two kernels."""
     faults: tuple[str, ...] = ()
     """What is wrong whatever the noise, in words."""
     vacuous: bool = False
-    """The reference is zero, or so far below its noise that no error in its scale could show."""
+    """Whether the reference is zero, or so small next to its noise that no error in its scale could
+    show."""
     rejected: Mapping[str, bool] = field(default_factory=dict)
     """For each planted error, whether the comparison rejected it."""
     blind: tuple[str, ...] = ()
-    """The planted errors that it accepted although its own limits say that it rejects them."""
+    """The planted errors that the comparison accepted, although by its own limits it must reject
+    them."""
 
     @property
     def shares(self) -> dict[str, float]:
@@ -57,19 +59,21 @@ class Comparison:
 
     @property
     def tells_scale(self) -> bool:
-        """Whether an error in the scale could show. It could not if the reference is zero, nor if
+        """Whether an error in the scale could show. None could if the reference is zero, or if
         rounding explains even a result of zero.
         """
         return bool(self.values) and not self.vacuous and not self.silent
 
     @property
     def silent(self) -> bool:
-        """Whether rounding explains a result of zero, and one that is twice as large."""
+        """Whether rounding explains even a result of zero, and one of twice the reference."""
         return bool(self.values) and not self.vacuous and not self.limits[SCALE] < 1
 
     @property
     def mde(self) -> float:
-        """The least e for which this result, scaled by 1 + e or 1 - e, is surely rejected."""
+        """The minimum detectable effect: the smallest e for which this result, scaled by 1 + e or
+        1 - e, is surely rejected.
+        """
         if self.vacuous or not self.values:
             return float("inf")
         return self.limits[SCALE] + abs(self.values[SCALE])

@@ -2,12 +2,13 @@
 """The noise of a correct kernel: an ensemble of runs that round as the candidate declares.
 
 The stages from the head to the log-probabilities are spelled out in primitive operations, forward
-and backward, for all members at once, with random rounding errors: of the declared dtype at the
-stages that ``Precision`` names, of float32 after every other operation. (Perturbing whole operators
-instead, such as log_softmax and its backward, misses the cancellation in ``p - 1`` where the
-label's probability is near 1, and raised 8 to 9% false alarms in the gradient of the hidden
-states.) The loss itself runs as the reference has it, with float32 noise on every operation that
-torch dispatches.
+and backward, for all members at once. Each operation gets random rounding errors: those of the
+declared dtype at the stages that ``Precision`` names, and those of float32 elsewhere. The loss
+itself runs as the reference computes it, with noise on every operation that torch dispatches.
+
+Errors in the results of whole operators, such as log_softmax and its backward, are not enough. They
+miss the cancellation in ``p - 1`` where the label's probability is near 1, and raised 8 to 9% false
+alarms in the gradient of the hidden states.
 """
 
 from collections.abc import Mapping
@@ -30,21 +31,22 @@ from lossgate.specs.outputs import Output
 from lossgate.specs.token_values import TokenValues
 
 _ELEMENTS, _FEWEST, _MOST = 1 << 18, 12, 32
-"""Members are as many as a bounded number of tensor elements allows, within the two other numbers.
-So small problems, whose few numbers say less about their noise, get more of them."""
+"""The number of members: as many as fit into this many tensor elements, but at least ``_FEWEST``
+and at most ``_MOST``. Small problems get more members, because their few numbers say less about
+their noise."""
 
 
 @dataclass(frozen=True)
 class Ensemble:
-    """What correct runs give on one rank: the same whatever the layout.
+    """The outputs of correct runs on one rank. They are the same for every layout.
 
-    What hangs on a layout is added by ``gradient_on``.
+    Gradients depend on the layout. ``gradient_on`` computes them from ``dlogits``.
     """
 
     outputs: Mapping[Output, Tensor]
     """Each output ``[members, *shape]`` in float64; no gradients at heads with logits."""
     dlogits: Tensor | None
-    """``[members, T, V]``, at heads with logits."""
+    """The gradient of the logits, ``[members, T, V]``; None at heads without logits."""
 
 
 def stages_of(candidate: Candidate, dtype: str) -> Stages:
@@ -69,7 +71,8 @@ def run_ensemble(head: Head, batch: GlobalBatch, bound: BoundSpec, run: RoundedR
         ((name, leaf),) = leaves.items()
         values = TokenValues(logprobs=leaf.expand(run.members, *leaf.shape))
         outputs, upstream = loss.outputs(values)
-        gradient = run.noise.round(upstream.get("logprobs", torch.zeros_like(values.logprobs)), run.stages.inputs)
+        exact = upstream.get("logprobs", torch.zeros_like(values.logprobs))
+        gradient = run.noise.round(exact, run.stages.inputs)
         return Ensemble(outputs | {head.gradients(leaves)[name]: gradient}, None)
     stage = LogitStage(head, leaves, batch.fields, bound, run)
     outputs, upstream = loss.outputs(stage.values)
@@ -82,10 +85,11 @@ def gradient_on(
     """Returns the gradient of a leaf as the ranks of a layout give it, ``[members, *shape]``.
 
     Args:
-        partition: of the layout, whose ranks' parts are rounded and added up.
-        leaf: the leaf.
+        partition: the split over the ranks of the layout. Each rank's part is rounded, and all are
+            added up.
+        leaf: the name of the leaf.
         head, batch: as for ``run_ensemble``.
-        dlogits: of the ensemble.
+        dlogits: the gradient of the logits; see ``Ensemble``.
         run: the members, and how they round.
     """
     gradient = head.rounded_gradient(leaf, batch.leaves, dlogits, partition, run)
@@ -96,9 +100,9 @@ def rounded_runs(batch: GlobalBatch, stages: Stages, seed: str) -> RoundedRun:
     """Returns runs with random errors, as many as a problem needs.
 
     Args:
-        batch: of the problem.
-        stages: the formats to which they round.
-        seed: of the errors.
+        batch: the tensors of the problem.
+        stages: the formats to which the runs round.
+        seed: the seed of the errors.
     """
     return RoundedRun(Noise(crc32(seed.encode())), _members(batch), stages)
 

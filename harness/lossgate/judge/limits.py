@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise of each entry of an output, and the limit of each statistic, from correct runs."""
+"""Derives the noise of each entry, and the limit of each statistic, from correct runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,20 +11,24 @@ from lossgate.judge.rows import Rows, Stack, some_rows, stack_of
 from lossgate.judge.statistics import NOISE, SCALE, WORST, Blocks, Statistic, statistics
 
 _TINY = 1e-200
-"""Squares below this are taken for zero; results are scaled so that the largest is 1."""
+"""Squares below this count as zero. Results are scaled so that the largest is 1."""
 
 
 @dataclass(frozen=True)
 class NoiseModel:
-    """The deviations of an ensemble of correct runs in one output."""
+    """The noise of each entry of one output, from the deviations of an ensemble of correct runs.
+
+    M is the number of members, and s the noise of an entry.
+    """
 
     reference: Tensor
+    """``[*shape]``, already divided by ``size``."""
     deviations: Tensor
-    """``[M, *shape]``: each member minus the reference, times ``size``."""
+    """``[M, *shape]``: each member minus the reference, not yet divided by ``size``."""
     rounding: Callable[[Rows], Tensor]
-    """Some rows of the most that rounding the output itself changes each entry, ``[rows, ...]``."""
+    """Returns, for some rows, the most by which rounding the output itself changes each entry,
+    ``[rows, ...]``, already divided by ``size``."""
     size: float = 1.0
-    """What reference and rounding are divided by already."""
 
     @property
     def members(self) -> int:
@@ -32,7 +36,9 @@ class NoiseModel:
 
     @property
     def says_something(self) -> bool:
-        """Whether the reference is not zero, nor so far below its noise that its square is."""
+        """Whether the reference is neither zero nor so small next to its noise that its square
+        counts as zero.
+        """
         return float(self.reference.abs().max()) ** 2 >= _TINY
 
     def of_members(self, rows: Rows) -> Tensor:
@@ -41,15 +47,13 @@ class NoiseModel:
         return runs if self.size == 1.0 else runs / self.size
 
     def precision(self, rows: Rows) -> Tensor:
-        """Returns 1 / s^2 from every member, ``[1, rows, ...]``; 0 where there is no noise at
-        all.
-        """
+        """Returns 1 / s^2 from all members, ``[1, rows, ...]``; 0 where there is no noise."""
         return self._precision(rows, self._squares, self.members)
 
     def precision_without_each(self, rows: Rows) -> Tensor:
-        """Returns 1 / s^2 for each member from all others, ``[M, rows, ...]``.
+        """Returns 1 / s^2 for each member, computed from all other members, ``[M, rows, ...]``.
 
-        No member is judged by noise that it helped to make.
+        So no member is judged by noise to which it contributed.
         """
         return self._precision(rows, self._squares_of_others, max(self.members - 1, 1))
 
@@ -66,7 +70,7 @@ class NoiseModel:
 
     @cached_property
     def _squares_of_others(self) -> Stack:
-        """The same over all members but one, ``[M, rows, ...]``."""
+        """For each member, the sums of squares over all other members, ``[M, rows, ...]``."""
         if self.reference.dim() == 2:
             return _pooled(*(sums.sum(0, keepdim=True) - sums for sums in self._sums))
         squares = self.of_members(slice(None)).square()
@@ -87,7 +91,7 @@ class NoiseModel:
 
 
 def _pooled(by_row: Tensor, by_column: Tensor) -> Stack:
-    """Returns squares of a matrix that are a product of row mean and column mean.
+    """Returns the squares of a matrix, pooled: each is the product of a row mean and a column mean.
 
     Args:
         by_row: ``[n, rows]``, sums over the columns.
@@ -100,17 +104,18 @@ def _pooled(by_row: Tensor, by_column: Tensor) -> Stack:
 
 FACTORS: Mapping[str, float] = {NOISE: 2.5, WORST: 3.0}
 BLOCK_FACTOR = 3.0
-"""Limits: these factors of the largest value among the members. With them, and ``scale_sigmas``, no
-correct kernel of ``benchmarks/calibration.py`` is rejected; ``judge.md`` has its figures."""
+"""A limit is this factor times the largest value among the members. With these factors, and
+``scale_sigmas``, no correct kernel of ``benchmarks/calibration.py`` is rejected; ``judge.md`` has
+the figures."""
 
 ALIKE_FACTOR = 1.5
-"""What a kernel may deviate by is at least this factor of what the runs do that round equal numbers
-alike: it does nearly what one of them does."""
+"""A limit is at least this factor times the value of the runs that round equal numbers alike,
+because a kernel does nearly the same as one of these runs."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the ensemble says of each statistic."""
+    """The limit of each statistic of an output, and the noise of its runs."""
 
     of: Mapping[str, float]
     """The limit of each statistic."""
@@ -119,28 +124,29 @@ class Limits:
     mean: float
     """Mean of SCALE over the members."""
     noise: float
-    """The largest NOISE of the runs, of those that round equal numbers alike, and of the rounded
-    reference; for a number, the largest abs(SCALE)."""
+    """The largest NOISE among the members, the runs that round equal numbers alike, and the rounded
+    reference. For a number, it is the largest abs(SCALE) among them."""
 
 
 def limits(model: NoiseModel, blocks: Sequence[Blocks], allowed: float, alike: Stack, rounded: Stack) -> Limits:
     """Returns the limit of each statistic.
 
     Args:
-        model: of the noise.
+        model: the noise of the output.
         blocks: the ways to cut the output into blocks.
-        allowed: what rounding may do to the whole output alike, relative to it.
+        allowed: the relative change that rounding may make to the whole output alike.
         alike: ``[n, *shape]``, the deviations of runs that round equal numbers alike.
-        rounded: ``[1, *shape]``, the deviation of the reference as the output's dtype holds it.
+        rounded: ``[1, *shape]``, the deviation of the reference that is rounded to the output's
+            dtype.
     """
     members = statistics(model.of_members, model.reference, model.precision_without_each, blocks)
-    sd = float(members[SCALE].values.square().mean().sqrt())
-    limit = {
-        name: FACTORS.get(name, BLOCK_FACTOR) * float(statistic.values.max()) for name, statistic in members.items()
-    }
     of_alike = statistics(alike, model.reference, model.precision, ())
+    limit: dict[str, float] = {}
+    for name, statistic in members.items():
+        limit[name] = FACTORS.get(name, BLOCK_FACTOR) * float(statistic.values.max())
     for name, statistic in of_alike.items():
         limit[name] = max(limit[name], ALIKE_FACTOR * float(statistic.values.max()))
+    sd = float(members[SCALE].values.square().mean().sqrt())
     limit[SCALE] = allowed + scale_sigmas(model.members) * sd
     of_rounded = statistics(rounded, model.reference, model.precision, ())
     noise = max(float(noise_of(runs).max()) for runs in (members, of_alike, of_rounded))
@@ -148,18 +154,19 @@ def limits(model: NoiseModel, blocks: Sequence[Blocks], allowed: float, alike: S
 
 
 def noise_of(found: Mapping[str, Statistic]) -> Tensor:
-    """Returns how noisy each result is, ``[n]``. A number has SCALE alone."""
+    """Returns the noise of each result, ``[n]``: NOISE, or abs(SCALE) for a number."""
     return found[NOISE].values if NOISE in found else found[SCALE].values.abs()
 
 
 def scale_sigmas(members: int) -> float:
-    """Returns how many standard deviations of SCALE are allowed: five, and more for few members.
+    """Returns the allowed standard deviations of SCALE: five, and more for few members.
 
-    The standard deviation is itself estimated. With twelve members or more, the result is within a
-    tenth of the quantile of Student's t at 1e-6, and with fewer it is that quantile.
+    More are allowed because the standard deviation is itself estimated. With fewer than twelve
+    members, the number is the quantile of Student's t at 1e-6. With more, it is within a tenth of
+    that quantile.
     """
     return _QUANTILES.get(members, 5 * (1 + 8 / members))
 
 
 _QUANTILES = dict(enumerate((636_620, 1000, 130.2, 49.5, 28.5, 20.1, 15.8, 13.3, 11.7, 10.6, 9.7), 1))
-"""Those of Student's t at 1e-6, by the degrees of freedom."""
+"""Quantiles of Student's t at 1e-6, by the degrees of freedom."""

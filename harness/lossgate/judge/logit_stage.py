@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the leaves to what a loss uses of each token, and back to the gradient of the logits.
+"""Runs the stages from the leaves to the values per token, and back to the gradient of the logits.
 
-It does so for all members of an ensemble at once, and for all tokens or some. Where kernels compute
-a thing in several ways, each member chooses one at random.
+All members of an ensemble run at once, for all tokens or some. Where kernels may compute the same
+number in several ways, each member chooses a way at random.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,33 +19,33 @@ from lossgate.specs.logit_filter import LOGIT_FILTER
 from lossgate.specs.token_values import TokenValues
 
 _COLUMNS, _STEPS = 32, 32
-"""Columns of the vocabulary in a step of a running logsumexp, and the most steps that are
+"""Columns of the vocabulary in each step of a running logsumexp, and the most steps that are
 assumed."""
 
 _FILTERED = -1e30
-"""The logit of what a filter leaves out: as good as -inf, and safe to compute with."""
+"""The logit of each entry that a filter leaves out: as good as -inf, but safe to compute with."""
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """What forward keeps for backward. M members, T tokens, V rows of the vocabulary."""
+    """Tensors that forward keeps for backward. M members, T tokens, V rows of the vocabulary."""
 
     p: Tensor  # [M, T, V]
     log_p: Tensor  # [M, T, V]
     p_of_all: Tensor | None  # [M, T, V], without the filter; None if nothing is filtered
-    p_of_logsumexp: Tensor | None  # [M, T, V], the slope of a logsumexp of its own; None if the loss uses none
-    ids: Tensor  # [T, k], whose log-probabilities the loss needs
-    filtered: Tensor  # [T, k] bool: left out by a filter
+    p_of_logsumexp: Tensor | None  # [M, T, V], the slope of the logsumexp; None if the loss does not use that
+    ids: Tensor  # [T, k], the ids whose log-probabilities the loss uses
+    filtered: Tensor  # [T, k] bool: the filter leaves the id out
 
 
 class TokenStage:
-    """The stage between logits and loss."""
+    """The stage from the logits to the values per token, and back."""
 
     def __init__(self, fields: Mapping[str, Tensor], bound: BoundSpec, run: RoundedRun) -> None:
         """Prepares the stage.
 
         Args:
-            fields: of the tokens; see ``GlobalBatch``.
+            fields: the fields of the tokens; see ``GlobalBatch``.
             bound: the spec with its options.
             run: the members, and how they round.
         """
@@ -53,23 +53,24 @@ class TokenStage:
 
     @property
     def ids(self) -> Tensor:
-        """Whose log-probabilities the loss uses, ``[T, k]``."""
+        """The ids whose log-probabilities the loss uses, ``[T, k]``."""
         return self.spec.ids_of(self.fields)
 
     # Forward
 
     def values(self, logits: Tensor, apart: Tensor | None) -> tuple[Softmax | None, TokenValues]:
-        """Returns the values per token that the loss uses, and what their backward needs.
+        """Returns the tensors that backward needs, and the values per token that the loss uses.
 
         Args:
             logits: ``[M, T, V]``, after soft-cap and temperature.
-            apart: ``[M, T, k]``, those of ``ids`` again, each computed for itself; None where
-                kernels do not do so.
+            apart: ``[M, T, k]``, the logits of ``ids`` again, each computed as a dot product of its
+                own; None if kernels do not do so.
         """
         uses = frozenset(self.spec.uses)
         given: dict[str, Tensor | None] = {"logits": logits} if "logits" in uses else {}
         if uses & {"lowest", "highest"}:
-            lowest, highest = logits.aminmax(dim=-1)  # they are those before the temperature
+            lowest, highest = logits.aminmax(dim=-1)
+            # The loss gets the extremes of the logits before the temperature.
             given |= {"lowest": lowest * self.bound.temperature, "highest": highest * self.bound.temperature}
         softmax = None
         if uses - {"logits", "lowest", "highest"}:
@@ -92,14 +93,17 @@ class TokenStage:
             own = self.run.round(apart - logsumexp, self.run.stages.logprobs)
             chosen = torch.where(self.run.coins(3), own, chosen)
         chosen = chosen.masked_fill(filtered, float("-inf"))
-        own_logsumexp, slope = self._own_logsumexp(logits, logsumexp, p) if "logsumexp" in spec.uses else (None, None)
         values: dict[str, Tensor | None] = {
             "logprobs": chosen if spec.gathered_ids else chosen.squeeze(-1),
-            "entropy": self._entropy(p, log_p, logits, logsumexp.squeeze(-1)) if "entropy" in spec.uses else None,
-            "logsumexp": own_logsumexp,
-            "mean_logprob": self._mean_logprob(log_p, logits, logsumexp) if "mean_logprob" in spec.uses else None,
             "unfiltered": unfiltered,
         }
+        slope = None
+        if "logsumexp" in spec.uses:
+            values["logsumexp"], slope = self._own_logsumexp(logits, logsumexp, p)
+        if "entropy" in spec.uses:
+            values["entropy"] = self._entropy(p, log_p, logits, logsumexp.squeeze(-1))
+        if "mean_logprob" in spec.uses:
+            values["mean_logprob"] = self._mean_logprob(log_p, logits, logsumexp)
         return Softmax(p, log_p, p_of_all, slope, ids, filtered), values
 
     def _log_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,9 +118,10 @@ class TokenStage:
         return log_p, self.run.noise.round(log_p.exp(), FLOAT32), logsumexp
 
     def _kept(self, logsumexp: Tensor) -> Tensor:
-        """Returns logsumexps as kernels keep them: rounded to the format of that stage, in some
-        members, as ``torch.logsumexp`` of coarse logits does. In others the maximum, which is
-        exact, stays apart.
+        """Returns logsumexps as kernels keep them for the log-probabilities.
+
+        Some members round them to the format of that stage, like ``torch.logsumexp`` of coarse
+        logits. Others leave them as they are, like kernels that keep the exact maximum apart.
         """
         coarse = self.run.stages.logsumexp
         if coarse == FLOAT32:
@@ -126,9 +131,9 @@ class TokenStage:
     def _own_logsumexp(self, logits: Tensor, logsumexp: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the logsumexps that a loss uses, ``[M, T]``, and their slope, ``[M, T, V]``.
 
-        They may be computed beside the log-probabilities, and be rounded apart from them. Their
-        slope is ``exp(logits - logsumexp)``, with the rounded one: its rounding is that of a whole
-        row.
+        A kernel may compute them apart from the log-probabilities, and so round them apart. The
+        slope is ``exp(logits - logsumexp)`` with the rounded logsumexp, so its rounding error is
+        the same for a whole row.
         """
         if self.run.stages.logsumexp == FLOAT32:
             return logsumexp.squeeze(-1), p
@@ -136,18 +141,18 @@ class TokenStage:
         return own.squeeze(-1), self.run.noise.round((logits - own).exp(), FLOAT32)
 
     def _put_together(self, logsumexp: Tensor, vocab: int) -> Tensor:
-        """Returns logsumexps as ``logaddexp`` of those of tiles of the vocabulary gives them: each
-        step rounds.
+        """Returns logsumexps with the errors of kernels that go over the vocabulary in tiles, and
+        add the logsumexp of each by ``logaddexp``: each step rounds.
         """
         steps = min(-(-vocab // _COLUMNS), _STEPS) - 1
         error = (self.run.noise.round(logsumexp, FLOAT32) - logsumexp) * steps**0.5
         return logsumexp + error
 
     def _entropy(self, p: Tensor, log_p: Tensor, logits: Tensor, logsumexp: Tensor) -> Tensor:
-        """Computes entropies in either of two ways, at random for each member.
+        """Computes entropies, each member in one of two ways at random.
 
-        ``lse - <p, z>`` loses digits to large logits, and ``-<p, log p>`` to a sum of p that is not
-        quite 1. A kernel may compute either.
+        With z the logits, ``logsumexp - <p, z>`` loses digits if logits are large. ``-<p, log p>``
+        loses digits if p does not quite sum to 1. A kernel may compute either.
         """
         to, round_ = self.run.stages.entropy, self.run.round
         log_p, own_p = self._as_terms(p, log_p)
@@ -158,18 +163,20 @@ class TokenStage:
         return round_(torch.where(self.run.coins(2), entropy, term_by_term), to)
 
     def _as_terms(self, p: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns log-probabilities, 0 where there is no probability, and probabilities as what
-        computes the terms of an entropy holds them.
+        """Returns log-probabilities and probabilities, rounded as in the terms ``p log p`` of an
+        entropy. Where p is 0, both are 0.
         """
-        to, log_p = self.run.stages.entropy, torch.where(p > 0, log_p, 0.0)
+        to = self.run.stages.entropy
+        log_p = torch.where(p > 0, log_p, 0.0)
         if to == FLOAT32:
             return log_p, p
         log_p = self.run.noise.round(log_p, to)
         return log_p, torch.where(p > 0, self.run.noise.round(log_p.exp(), to), 0.0)
 
     def _mean_logprob(self, log_p: Tensor, logits: Tensor, logsumexp: Tensor) -> Tensor:
-        """Computes the means of log-probabilities in either of two ways, at random for each member:
-        of the log-probabilities themselves, or of the logits, less the logsumexp.
+        """Computes the mean log-probability over the vocabulary, each member in one of two ways at
+        random: as the mean of the log-probabilities, or as the mean of the logits less the
+        logsumexp.
         """
         of_logits = self._mean(logits) - logsumexp.squeeze(-1)
         return self.run.round(torch.where(self.run.coins(2), of_logits, self._mean(log_p)), self.run.stages.logprobs)
@@ -182,11 +189,11 @@ class TokenStage:
     # Backward
 
     def parts(self, softmax: Softmax | None, values: TokenValues, upstream: Mapping[str, Tensor]) -> Iterator[Tensor]:
-        """Yields what each value per token gives back.
+        """Yields the gradient that each value per token adds to that of the logits, ``[M, T, V]``.
 
-        With p the probabilities and H the entropy: ``(onehot - p) g`` for a log-probability,
-        ``-p (log p + H) g`` for the entropy, ``p g`` for the logsumexp, ``(1 / V - p) g`` for the
-        mean log-probability, and g itself for logits.
+        With p the probabilities, H the entropy and g the upstream gradient of the value, it is
+        ``(onehot - p) g`` for a log-probability, ``-p (log p + H) g`` for the entropy, ``p g`` for
+        the logsumexp, ``(1 / V - p) g`` for the mean log-probability, and g itself for logits.
         """
         round_ = self.run.round
         factors = {name: self.run.noise.round(g / self.bound.temperature, FLOAT32) for name, g in upstream.items()}
@@ -214,9 +221,11 @@ class TokenStage:
             yield round_(softmax.p_of_all.neg().scatter_add_(-1, ids, torch.ones_like(factor)).mul_(factor))
 
     def _entropy_slope(self, p: Tensor, log_p: Tensor, entropy: Tensor) -> Tensor:
-        """Returns the negative slope of entropies in the logits, ``p (log p + H)``, computed in
-        either of two ways, at random for each member: as it stands here; or as autograd does from
-        ``p log p``, whose own slope ``d = p (log p + 1)`` a softmax then makes ``d - p sum(d)``.
+        """Returns the negative slope of entropies in the logits, ``p (log p + H)``.
+
+        Each member computes it in one of two ways at random: by this formula, or as autograd does
+        from ``p log p``. That has the slope ``d = p (log p + 1)`` in log p, from which the backward
+        of a softmax makes ``d - p sum(d)``.
         """
 
         def round_(x: Tensor) -> Tensor:
@@ -244,17 +253,17 @@ class LogitStage:
 
         Args:
             head: where the kernels start.
-            leaves: its differentiable inputs, for the tokens.
-            fields: of the tokens; see ``GlobalBatch``.
+            leaves: the differentiable inputs of the tokens.
+            fields: the fields of the tokens; see ``GlobalBatch``.
             bound: the spec with its options.
             run: the members, and how they round.
         """
         self._bound, self._run, self._tokens = bound, run, TokenStage(fields, bound, run)
-        # A kernel holds the temperature in float32: one error for all logits of a run.
+        # A kernel holds the temperature in float32, so all logits of a run share one error.
         self._temperature = bound.temperature * (1 + self._error_of_runs())
         capped, self._slope = self._capped(head.rounded_logits(leaves, run))
         self._logits = self._tempered(capped)
-        # The logits of labels, each as a dot product of its own.
+        # Some kernels compute the logits of labels again, each as a dot product of its own.
         apart = head.rounded_logits_at(leaves, self._tokens.ids, run)
         if apart is not None:
             apart = self._tempered(self._capped(apart)[0])
@@ -271,12 +280,14 @@ class LogitStage:
         return FLOAT32.unit * self._run.of_each(3)
 
     def _capped(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the logits after the soft-cap, and its slope at each; None without one."""
+        """Returns the logits after the soft-cap, and the slope of the cap at each logit. The slope
+        is None if there is no cap.
+        """
         cap = self._bound.softcap
         if cap is None:
             return logits, None
         round_, stage = self._run.round, self._stages.logits
-        # An approximation of tanh is off in one direction for many tokens.
+        # An approximation of tanh is off in the same direction for many tokens.
         bent = round_(round_(logits / cap, stage).tanh() * (1 + self._error_of_runs()), stage)
         return round_(bent * cap, stage), round_(1 - round_(bent.square(), stage), stage)
 
@@ -290,7 +301,7 @@ class LogitStage:
         """Returns the gradient of the logits as the head gives them, ``[M, T, V]``.
 
         Args:
-            upstream: the gradient of each of ``values`` that has one, by name.
+            upstream: the gradients of ``values``, by name. Values without one are left out.
         """
         dlogits = self._of_capped(upstream)
         if self._slope is not None:
@@ -300,7 +311,7 @@ class LogitStage:
     def _of_capped(self, upstream: Mapping[str, Tensor]) -> Tensor:
         """Returns the gradient of the logits after the soft-cap, ``[M, T, V]``, not yet rounded.
 
-        It is the sum of what each value per token gives back, divided by the temperature.
+        It is the sum of the gradients from all values per token, divided by the temperature.
         """
         if not upstream:
             return torch.zeros_like(self._logits)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of rounded runs, as the reference has it, and the gradients of what it uses.
+"""Computes the loss of rounded runs with the reference's code, and its gradients.
 
 Every operation that torch dispatches is rounded, forward and backward.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from lossgate.specs.token_values import TokenValues
 
 
 class RoundedLoss:
-    """The stage from values per token to the loss."""
+    """The stage from the values per token to the loss."""
 
     def __init__(self, batch: GlobalBatch, bound: BoundSpec, run: RoundedRun) -> None:
         """Prepares the stage.
@@ -33,9 +34,7 @@ class RoundedLoss:
         self.batch, self.bound, self.spec, self.run = batch, bound, bound.spec, run
 
     def outputs(self, values: TokenValues) -> tuple[dict[Output, Tensor], dict[str, Tensor]]:
-        """Returns every output that is no gradient, and the upstream gradient of each value per
-        token.
-        """
+        """Returns every output except gradients, and the gradient of each value per token."""
         outputs: dict[Output, Tensor] = {LOGPROBS: values.logprobs} if "logprobs" in self.spec.outputs else {}
         if "token_entropy" in self.spec.outputs and "entropy" in values.given:
             outputs[TOKEN_ENTROPY] = values.entropy
@@ -44,29 +43,29 @@ class RoundedLoss:
             scalars, upstream = self._scalars(values)
             outputs |= scalars
         outputs = {output: self._returned(output, tensor) for output, tensor in outputs.items()}
-        for name, value in {"logprobs": "logprobs", "token_entropy": "entropy"}.items():
+        for name, value in (("logprobs", "logprobs"), ("token_entropy", "entropy")):
             if (cotangent := self.batch.cotangents.get(name)) is not None:
                 total = cotangent.expand(self.run.members, -1) + upstream.get(value, 0.0)
                 upstream[value] = self.run.noise.round(total, self.run.stages.loss)
         return outputs, upstream
 
     def _returned(self, output: Output, x: Tensor) -> Tensor:
-        """Rounds an output to the dtype in which it is returned; loss and metrics to that of the
-        loss's arithmetic before.
+        """Rounds an output to the dtype in which it is returned.
 
-        Log-probabilities and entropies are made before the loss. If they are not said to be
-        returned in another dtype, they are in that of its arithmetic.
+        Loss and metrics come from the loss's arithmetic, so they are first rounded to its dtype.
+        Log-probabilities and entropies are made before the loss.
         """
-        to = self.run.stages.returned_in(output.name)
+        to, arithmetic = self.run.stages.returned_in(output.name), self.run.stages.loss
         if output.kind == "token value":
             return self.run.noise.round(x, to)
-        x = self.run.noise.round(x, self.run.stages.loss)
-        return x if to.unit <= self.run.stages.loss.unit else self.run.noise.round(x, to)
+        x = self.run.noise.round(x, arithmetic)
+        return self.run.noise.round(x, to) if to.unit > arithmetic.unit else x
 
     def _scalars(self, values: TokenValues) -> tuple[dict[Output, Tensor], dict[str, Tensor]]:
         """Computes loss and metrics ``[M]``, and the gradients of the values per token."""
-        # Everything is expanded, so that each member rounds what it meets for itself.
-        upstream = self.batch.cotangents.get("loss", torch.zeros((), dtype=torch.float64)).expand(self.run.members)
+        # All inputs are expanded, so that each member rounds for itself.
+        cotangent = self.batch.cotangents.get("loss", torch.zeros((), dtype=torch.float64))
+        upstream = cotangent.expand(self.run.members)
         own = {name: self._cast(field) for name, field in self.batch.numbers.items()}
         given = {name: self._entering(value.detach()) for name, value in values.given.items()}
         extremes = {name: given.pop(name) for name in ("lowest", "highest") if name in given}
@@ -89,45 +88,45 @@ class RoundedLoss:
         primals: dict[str, Tensor],
         errors: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes loss and metrics ``[M]``, in another way in each member, as far as there are."""
+        """Computes loss and metrics ``[M]``.
+
+        If the spec writes the loss in several ways, the members take turns: member i computes way
+        ``i % ways``.
+        """
         ways = min(len(self.bound.ways), self.run.members)
 
-        def in_way(way: int) -> tuple[Tensor, dict[str, Tensor]]:
-            def one_member(*given: Any) -> tuple[Tensor, dict[str, Tensor]]:
-                extremes, own, primals, errors = given
-                with RoundNumbers(errors, rounding):
-                    return self.bound.loss(TokenValues(**extremes, **primals), {**self.batch.known, **own}, way)
+        def one_member(
+            way: int, extremes: dict[str, Tensor], own: dict[str, Tensor], primals: dict[str, Tensor], errors: Tensor
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            with RoundNumbers(errors, rounding):
+                return self.bound.loss(TokenValues(**extremes, **primals), {**self.batch.known, **own}, way)
 
+        def in_way(way: int) -> tuple[Tensor, dict[str, Tensor]]:
+            members: Callable[..., tuple[Tensor, dict[str, Tensor]]] = torch.vmap(partial(one_member, way))
             given = (extremes, own, primals, errors)
             if ways == 1:
-                return torch.vmap(one_member)(*given)
-            return torch.vmap(one_member)(*tree_map(lambda of_all: of_all[way::ways], given))
+                return members(*given)
+            return members(*tree_map(lambda of_all: of_all[way::ways], given))
 
         found = [in_way(way) for way in range(ways)]
-        loss, metrics = found[0]
         if ways == 1:
-            return loss, metrics
-        in_turn = torch.cat([torch.arange(way, self.run.members, ways) for way in range(ways)]).argsort()
-
-        def together(*parts: Tensor) -> Tensor:
-            return torch.cat(parts)[in_turn]
-
-        return together(*(one for one, _ in found)), {
-            name: together(*(others[name] for _, others in found)) for name in metrics
-        }
+            return found[0]
+        order = torch.cat([torch.arange(way, self.run.members, ways) for way in range(ways)]).argsort()
+        loss = torch.cat([of_way for of_way, _ in found])[order]
+        metrics = {name: torch.cat([of_way[name] for _, of_way in found])[order] for name in found[0][1]}
+        return loss, metrics
 
     def _entering(self, value: Tensor) -> Tensor:
-        """Returns values per token as the loss gets them, in the dtype of its arithmetic."""
+        """Returns values per token as the loss gets them: in the dtype of its arithmetic."""
         if self.run.stages.loss == FLOAT32:
             return value
         return torch.where(value.isfinite(), self.run.noise.round(value, self.run.stages.loss), value)
 
     def _cast(self, field: Tensor) -> Tensor:
-        """Returns a field as the loss meets it, ``[M, *shape]``.
+        """Returns a field as the loss uses it, ``[M, *shape]``.
 
-        A loss in a coarse dtype may cast a field, or compute with it as it is.
+        A loss in a coarse dtype may cast the field, or compute with it as it is.
         """
-        # Everything is expanded, so that each member rounds what it meets for itself.
         of_all = field.expand(self.run.members, *field.shape)
         if self.run.stages.loss == FLOAT32 or not field.is_floating_point():
             return of_all

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An output over many problems: errors too small for one comparison.
+"""Pools an output over many problems, which shows errors too small for one comparison.
 
-A bias of 0.2% in bfloat16 is one, and a sum in bfloat16 that is declared as one in float32.
+Examples are a bias of 0.2% in bfloat16, and a sum in bfloat16 that is declared as float32.
 """
 
 from collections.abc import Iterable
@@ -20,14 +20,18 @@ class Pooled:
 
     output: Output
     problems: int
-    """Those that say something about its scale."""
+    """Number of problems that say something about the scale."""
     scale: float
+    """By how much the output is too large, relative to the reference."""
     sd: float
+    """Standard deviation of ``scale``."""
     limit: float
+    """Limit of ``abs(scale)``."""
     silent: int = 0
-    """Problems in which rounding explains a result of zero, and one that is twice as large."""
+    """Number of problems in which rounding explains even a result of zero, and one of twice the
+    reference."""
     noise: PooledNoise | None = None
-    """None if too few problems say something about its noise."""
+    """The pooled noise; None if too few problems say something about it."""
 
     @property
     def scale_agrees(self) -> bool:
@@ -43,14 +47,14 @@ class Pooled:
 
     @property
     def mde(self) -> float:
-        """The minimum detectable effect: the pool rejects results that are all larger or smaller by
-        more than this.
+        """The minimum detectable effect: the pool rejects a kernel whose results are all larger, or
+        all smaller, by more than this.
         """
         return self.limit + abs(self.scale)
 
 
 def pool(output: Output, comparisons: Iterable[Comparison]) -> Pooled:
-    """Pools comparisons of one output. Those that say nothing about its scale are left out."""
+    """Pools comparisons of one output, without those that say nothing about its scale."""
     found = list(comparisons)
     used, silent = [c for c in found if c.tells_scale], sum(c.silent for c in found)
     if not used:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The self-check of a comparison: errors planted in its own result, which it must reject where its
-limits say so.
+"""The self-check of a comparison: it plants errors in its own result. It must reject each error
+that is visible by its own limits.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ class Planted:
     """An error in a result."""
 
     factor: float
-    """What the result is multiplied by."""
+    """The factor by which the result is multiplied."""
     dim: int = 0
     dropped: Tensor | None = None
-    """Which slices along ``dim`` are zero, bool; None for none."""
+    """Bool: which slices along ``dim`` are set to zero; None for none."""
 
     def put(self, result: Tensor, rows: Rows) -> Tensor:
         """Returns some rows of a result with the error."""
@@ -41,9 +41,9 @@ class Planted:
 
 
 def plant(reference: Tensor, blocks: Sequence[Blocks]) -> dict[str, Planted]:
-    """Returns errors to put into a result.
+    """Returns errors to put into a result, by name.
 
-    The block that is dropped is the one of median size.
+    From each kind of blocks, the block of median size is dropped.
     """
     planted = {"x1.01": Planted(1.01), "x0.99": Planted(0.99), "zero": Planted(0.0)}
     for cut in blocks:
@@ -54,12 +54,14 @@ def plant(reference: Tensor, blocks: Sequence[Blocks]) -> dict[str, Planted]:
 
 
 def _median_block(reference: Tensor, cut: Blocks) -> Tensor:
-    """Returns which slices are of the block whose norm is the median of those that are not zero."""
+    """Returns the slices of the block with the median norm, as a bool for each slice. Blocks that
+    are zero are left out.
+    """
     others = [d for d in range(reference.dim()) if d != cut.dim]
     squares = reference.square().sum(others) if others else reference.square()
     norms = squares.new_zeros(cut.count).index_add_(0, cut.index, squares)
     present = norms.nonzero().squeeze(1)
-    if not len(present):  # the squares of the largest entries underflow: any block will do
+    if not len(present):  # even the squares of the largest entries underflow, so any block will do
         present = torch.arange(cut.count)
     middle = present[norms[present].argsort()[len(present) // 2]]
     return cut.index == middle
@@ -68,13 +70,13 @@ def _median_block(reference: Tensor, cut: Blocks) -> Tensor:
 def blind_spots(scales: dict[str, float], rejected: dict[str, bool], scale: float, limit: float) -> tuple[str, ...]:
     """Returns the planted errors that were accepted although they shift SCALE visibly.
 
-    A judge without a fault has none.
+    There are none if the judge works.
 
     Args:
-        scales: SCALE of each planted result.
-        rejected: whether each was rejected.
+        scales: SCALE of the result with each planted error.
+        rejected: whether each of these results was rejected.
         scale: SCALE of the result itself.
-        limit: of SCALE.
+        limit: the limit of SCALE.
     """
     visible = limit + abs(scale)
     return tuple(name for name, value in scales.items() if abs(value - scale) > visible and not rejected[name])

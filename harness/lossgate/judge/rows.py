@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some rows of an output at a time, so that no tensor of a whole stack of results is ever held."""
+"""Reads an output some rows at a time, so that no tensor holds a whole stack of large results."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,19 +10,19 @@ _AT_ONCE = 1 << 18
 """Entries of one result that are read at once."""
 
 Rows = slice
-"""Some of the first dim of an output; all of it for a scalar."""
+"""Some slices along the first dim of an output. A scalar is always read as a whole."""
 
 Stack = Callable[[Rows], Tensor]
-"""Some rows of a stack of results, ``[n, rows, ...]`` in float64."""
+"""A function that returns some rows of a stack of results, ``[n, rows, ...]`` in float64."""
 
 
 def fits_at_once(shape: torch.Size) -> bool:
-    """Returns whether an output is read in one go."""
+    """Returns whether an output is small enough to be read in one go."""
     return shape.numel() <= _AT_ONCE
 
 
 def some_rows(shape: torch.Size) -> Iterator[Rows]:
-    """Yields the rows of an output, as many at once as are to be read."""
+    """Yields consecutive rows of an output, as many at a time as may be read at once."""
     if fits_at_once(shape):
         yield slice(None)
         return
@@ -32,12 +32,14 @@ def some_rows(shape: torch.Size) -> Iterator[Rows]:
 
 
 def at(tensor: Tensor, rows: Rows) -> Tensor:
-    """Returns some rows of one output; a scalar as it is."""
+    """Returns some rows of one output. A scalar is returned as it is."""
     return tensor[rows] if tensor.dim() else tensor
 
 
 def kept_if_small(compute: Callable[[Rows], Tensor], shape: torch.Size) -> Callable[[Rows], Tensor]:
-    """Returns what computes some rows of an output; if it is small, they are computed once."""
+    """Returns a function that gives the same rows as ``compute``. For a small output, it computes
+    all rows at once and keeps them.
+    """
     if not fits_at_once(shape):
         return compute
     whole = compute(slice(None))
@@ -45,5 +47,5 @@ def kept_if_small(compute: Callable[[Rows], Tensor], shape: torch.Size) -> Calla
 
 
 def stack_of(tensor: Tensor) -> Stack:
-    """Returns a stack whose tensor, ``[n, *shape]``, is there."""
+    """Returns the stack that reads the rows of a tensor, ``[n, *shape]``."""
     return lambda rows: (tensor[:, rows] if tensor.dim() > 1 else tensor).double()

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deviations from the reference, in units of the noise that a correct kernel may have.
+"""Measures deviations from the reference, in units of the noise that a correct kernel may have.
 
-R is the reference, E_m the ensemble's members, K a result, d = K - R, and s the noise of each
-entry. All statistics are computed for a stack of results at once, along the first dim.
+R is the reference, K a result, d = K - R, and s the noise of each entry. All statistics are
+computed for a stack of results at once, along the first dim.
 
     SCALE  <d, R / s^2> / <R, R / s^2>          by how much the whole is too large
     NOISE  rms(d / s)                           how noisy it is
     WORST  max |d / s|                          its worst entry
     BLOCK  max_B |<d, R / s^2>_B| / |R / s|_B   its worst block (token, vocabulary tile, shard)
 
-s^2 is the members' mean square deviation, pooled over rows and columns for a matrix (a product of
-row mean and column mean: a dozen members alone would give each entry a variance of its own that is
-far too uncertain), plus the rounding of the output itself. Weighting SCALE by it makes it as sharp
-as it can be (Aitken's generalised least squares).
+s^2 is the mean square deviation of the ensemble's members, plus the rounding of the output itself.
+For a matrix, it is pooled: a product of row mean and column mean. A variance of each entry alone,
+from a dozen members, would be far too uncertain. The weights 1 / s^2 make SCALE as sharp as it can
+be (Aitken's generalised least squares).
 
-Rounding may do the same to a whole block: in a token mean the gradient of every label's logit is
-nearly the same number, and is rounded alike. The ensemble's members each round for themselves and
-do not show it. What is allowed for it is added to SCALE's limit, and subtracted from a result's
-BLOCK.
+Rounding may change a whole block alike: in a token mean the gradient of every label's logit is
+nearly the same number, and is rounded alike. The ensemble does not show this, because its members
+round each number for itself. An allowance for it is added to SCALE's limit, and subtracted from a
+result's BLOCK.
 
-Large outputs are read some rows at a time, so that no tensor of a whole stack is ever held.
+Large outputs are read some rows at a time, so that no tensor holds a whole stack.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ class Statistic:
     """One statistic of a stack of results."""
 
     values: Tensor
-    """``[n]``."""
+    """The statistic of each result, ``[n]``."""
     where: Tensor | None = None
     """``[n]``: the number of the worst entry or block of each result."""
 
@@ -67,8 +67,7 @@ def statistics(
         reference: ``[*shape]``.
         precision: 1 / s^2, ``[n, *shape]`` or ``[1, *shape]``.
         blocks: the ways to cut the output into blocks.
-        allowed: how large ``<d, R / s^2>`` of each block may be by rounding alike, ``[blocks]``, by
-            the name of the cut; by default 0.
+        allowed: the allowance for rounding alike; see ``alike_in_blocks``. By default 0.
     """
     pull, size = _Sums(reference, blocks), _Sums(reference, blocks)
     total = noisy = torch.zeros((), dtype=torch.float64)
@@ -85,7 +84,8 @@ def statistics(
         noisy = noisy + (weight > 0).flatten(1).sum(1)
         total = total + squares.sum(1)
         largest, entry = squares.max(1)
-        entry = entry + rows.start * reference[0].numel() if rows.start else entry
+        if rows.start:
+            entry = entry + rows.start * reference[0].numel()  # its number in the whole output
         entries, worst = torch.where(largest > worst, entry, entries), torch.maximum(worst, largest)
     found = {SCALE: Statistic(_ratio(pull.total, size.total))}
     if not reference.dim():
@@ -100,12 +100,12 @@ def statistics(
 
 
 def alike_in_blocks(stack: Stack, reference: Tensor, precision: Stack, blocks: Sequence[Blocks]) -> dict[str, Tensor]:
-    """Returns how large ``<d, R / s^2>`` of each block may be by rounding alike, ``[blocks]``, by
-    the name of the cut.
+    """Returns the largest ``<d, R / s^2>`` of each block if rounding changes the block alike,
+    ``[blocks]``, by the name of the cut.
 
     Args:
-        stack: what rounding may do to each entry, in several ways, ``[n, *shape]``: to all entries
-            of a block at once.
+        stack: changes of each entry by rounding alike, ``[n, *shape]``. Each of the n is a change
+            that may happen to all entries of a block at once.
         reference: ``[*shape]``.
         precision: 1 / s^2, ``[1, *shape]``.
         blocks: the ways to cut the output into blocks.
@@ -117,10 +117,10 @@ def alike_in_blocks(stack: Stack, reference: Tensor, precision: Stack, blocks: S
 
 
 class _Sums:
-    """Sums of a stack of results over all entries, and over those of each block.
+    """Sums of a stack of results over all entries, and over the entries of each block.
 
-    The memory for them is taken at once. Were it taken part by part, small tensors would stay
-    between the large ones that are freed, and memory would grow by those.
+    The memory for the sums is taken at once. Small tensors that are made later would stay between
+    the large ones that are freed, and memory would grow.
     """
 
     def __init__(self, reference: Tensor, blocks: Sequence[Blocks]) -> None:
@@ -135,7 +135,8 @@ class _Sums:
         for dim in self._dims:
             if dim not in self._slices:
                 self._slices[dim] = stack.new_zeros(len(stack), self._shape[dim])
-            self._slices[dim][:, rows if dim == 0 else slice(None)] += stack.sum(2 - dim) if self._matrix else stack
+            some = rows if dim == 0 else slice(None)
+            self._slices[dim][:, some] += stack.sum(2 - dim) if self._matrix else stack
 
     def of_blocks(self, cut: Blocks) -> Tensor:
         """Returns the sum of each block, ``[n, blocks]``."""
@@ -144,5 +145,5 @@ class _Sums:
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    """Returns the ratio, and 0 where there is nothing to compare with."""
+    """Returns the ratio, or 0 where the denominator is not positive."""
     return torch.where(below > 0, above / below, 0.0)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict on one output of one problem: a result against the reference and the noise of correct
-runs.
-"""
+"""Compares a result with the reference, given the noise of correct runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -18,9 +16,9 @@ from lossgate.specs.outputs import Output
 
 
 class Tolerance:
-    """What one output of one problem may be, given the noise of correct runs.
+    """The results that are allowed for one output of one problem, given the noise of correct runs.
 
-    Its limits are computed once, and any number of results are held to them.
+    The limits are computed once, and any number of results are held to them.
     """
 
     def __init__(
@@ -40,16 +38,17 @@ class Tolerance:
         """Prepares to compare results with a reference. All tensors are float64.
 
         Args:
-            output: what the results are.
-            reference: its shape is that of each result.
+            output: the output that the results are of.
+            reference: the reference, in the shape of each result.
             deviations: ``[M, *shape]``, correct but rounded runs, less the reference. May be
                 float32.
             unit: unit roundoff of the output's dtype.
-            rounding: returns the most that rounding the output changes entries of the reference.
-            alike: returns what rounding may do to them and, in the same way, to all others.
-            alike_runs: ``[n, *shape]``, runs that round equal numbers alike, and nothing else, less
-                the reference; None if there are none. May be float32.
-            rounded: returns numbers as the output's dtype holds them; None for a difference.
+            rounding: returns the most by which rounding the output changes each entry.
+            alike: returns the most by which rounding changes each entry if it changes all entries
+                alike.
+            alike_runs: ``[n, *shape]``, runs whose only errors are that they round equal numbers
+                alike, less the reference; None if there are none. May be float32.
+            rounded: rounds numbers to the output's dtype; None for the difference of two kernels.
             knows_noise: whether right kernels are at most as noisy as the noisiest run.
             blocks: the ways to cut the output into blocks.
         """
@@ -62,7 +61,7 @@ class Tolerance:
         low, high = deviations.amin(0), deviations.amax(0)
         self._exactly_zero = (self._known == 0) & (low == 0) & (high == 0)
         self.vacuous = bool(self._exactly_zero.all())
-        """Nothing is left to compare: every entry is exactly zero in every run."""
+        """Whether nothing is left to compare, because every entry is exactly zero in every run."""
         if not self.vacuous:
             sizes = self._known.abs().max(), -low.min().double(), high.max().double()
             self._size = float(torch.stack(sizes).max())
@@ -71,8 +70,8 @@ class Tolerance:
             self._alike_runs = None if alike_runs is None else self._zeroed(alike_runs)
 
     def _zeroed(self, x: Tensor) -> Tensor:
-        """Zeroes the entries whose reference is infinite, such as the log-probability of a label
-        that a filter left out.
+        """Sets the entries to 0 whose reference is infinite, such as the log-probability of a label
+        that a filter leaves out.
         """
         return x if self._all_finite else torch.where(self._finite, x, 0.0)
 
@@ -81,25 +80,27 @@ class Tolerance:
         return limits(self._model, self._blocks, self._allowed, self._off_alike, self._off_rounded)
 
     def _off_alike(self, rows: Rows) -> Tensor:
-        """Returns how far some rows of runs are off that round equal numbers alike."""
+        """Returns the deviations of the runs that round equal numbers alike, for some rows."""
         if self._alike_runs is None:
             return torch.zeros_like(at(self._model.reference, rows))[None]
         return stack_of(self._alike_runs)(rows) / self._size
 
     def _off_rounded(self, rows: Rows) -> Tensor:
-        """Returns how far some rows of the reference are off that is only rounded at its end."""
+        """Returns the deviation of the reference rounded to the output's dtype, for some rows."""
         known = at(self._known, rows)
         off = torch.zeros_like(known) if self._rounded is None else self._rounded(known) - known
         return torch.where(off.isfinite(), off, 0.0)[None] / self._size
 
     def _alike_at_most(self, rows: Rows) -> Tensor:
-        """Returns what rounding may do to some rows alike, in several ways."""
+        """Returns the possible changes of some rows by rounding that changes all entries alike,
+        ``[n, rows, ...]``.
+        """
         alike = self._alike(rows) * at(self._model.reference, rows).sign()
         return torch.cat([alike[None], ALIKE_FACTOR * self._off_alike(rows)])
 
     @cached_property
     def _allowed(self) -> float:
-        """What rounding may do to the whole output alike, relative to it."""
+        """The largest relative change of the whole output by rounding alike."""
         off = statistics(self._alike_at_most, self._model.reference, self._precision, ())[SCALE]
         return float(off.values.abs().max())
 
@@ -109,7 +110,7 @@ class Tolerance:
 
     @cached_property
     def _precision(self) -> Stack:
-        """1 / s^2, ``[1, *shape]``: kept if it is small."""
+        """1 / s^2, ``[1, *shape]``. It is kept if the output is small."""
         precision = self._model.precision
         return stack_of(precision(slice(None))) if fits_at_once(self._reference.shape) else precision
 
@@ -117,28 +118,28 @@ class Tolerance:
         """Compares a result with the reference.
 
         Args:
-            result: of the reference's shape.
-            faults: what is already known to be wrong, in words.
+            result: a tensor of the reference's shape.
+            faults: the faults that are already known, in words.
         """
         if not self._all_finite:
             if wrong := int((result[~self._finite] != self._reference[~self._finite]).sum()):
-                faults = (*faults, f"{wrong} of {result.numel()} entries should be infinite, and are not")
+                faults = (*faults, f"{wrong} of {result.numel()} entries should be infinite, but are not")
             result = self._zeroed(result)
         if not bool(result.isfinite().all()):
             count = int((~result.isfinite()).sum())
-            fault = f"{count} of {result.numel()} entries are not finite, where the reference is"
+            fault = f"{count} of {result.numel()} entries are not finite; the reference is finite there"
             return Comparison(output=self._output, faults=(*faults, fault))
         leaked = result[self._exactly_zero]
         if leaks := int((leaked != 0).sum()):
             largest = float(leaked.abs().max())
-            fault = f"{leaks} of {result.numel()} entries should be exactly zero and are up to {largest:.3g}"
+            fault = f"{leaks} of {result.numel()} entries should be exactly zero, but are up to {largest:.3g}"
             faults = (*faults, fault)
         if self.vacuous:
             return Comparison(output=self._output, faults=faults, vacuous=True)
         return self._measure(result, faults)
 
     def _measure(self, result: Tensor, faults: tuple[str, ...]) -> Comparison:
-        """Measures a result, and with it copies in which errors are planted."""
+        """Measures a result, together with copies in which errors are planted."""
         if not result.dim():
             return self._measure_number(float(result / self._size), faults)
         limit = self._limits.of
@@ -148,7 +149,7 @@ class Tolerance:
             some = result[rows] / self._size
             return torch.stack([some, *(error.put(some, rows) for error in planted.values())])
 
-        found = self._statistics(results)
+        found = self._statistics(results)  # of the result itself at 0, and of the planted errors from 1 on
         values = {name: float(statistic.values[0]) for name, statistic in found.items()}
         over = self._over(found)
         rejected = {name: bool(over[i]) for i, name in enumerate(planted, 1)}
@@ -170,16 +171,19 @@ class Tolerance:
         )
 
     def _measure_number(self, result: float, faults: tuple[str, ...]) -> Comparison:
-        """Does what ``_measure`` does for a number, which has SCALE alone, in far less time.
-
-        It is scaled as the model's reference is.
+        """Measures a number as ``_measure`` measures tensors, in far less time. Its only statistic
+        is SCALE. ``result`` is already divided by ``_size``.
         """
         limits, known = self._limits, float(self._model.reference)
         weight = known * float(self._precision(slice(None)))
         size = known * weight  # 0 if there is no noise, or nearly nothing but noise
+
+        def scale_of(value: float) -> float:
+            return (value - known) * weight / size if size > 0 else 0.0
+
         planted = {"x1.01": result * 1.01, "x0.99": result * 0.99, "zero": 0.0} if self._model.says_something else {}
-        scales = {name: (value - known) * weight / size if size > 0 else 0.0 for name, value in planted.items()}
-        scale = (result - known) * weight / size if size > 0 else 0.0
+        scales = {name: scale_of(value) for name, value in planted.items()}
+        scale = scale_of(result)
         rejected = {name: abs(value) > limits.of[SCALE] for name, value in scales.items()}
         return Comparison(
             output=self._output,
@@ -204,11 +208,14 @@ class Tolerance:
         bool.
         """
         flat = results.reshape(len(results), -1)
-        known, zero = self._finite.flatten(), self._exactly_zero.flatten()
-        wrong = (flat[:, ~known] != self._reference.flatten()[~known]).any(1)
-        wrong |= ~flat[:, known].isfinite().all(1) | (flat[:, zero & known] != 0).any(1)
-        results = self._zeroed(results)
-        return wrong if self.vacuous else wrong | self._over(self._statistics(stack_of(results / self._size)))
+        finite, zero = self._finite.flatten(), self._exactly_zero.flatten()
+        wrong_infinity = (flat[:, ~finite] != self._reference.flatten()[~finite]).any(1)
+        not_finite = ~flat[:, finite].isfinite().all(1)
+        not_zero = (flat[:, zero & finite] != 0).any(1)
+        faulty = wrong_infinity | not_finite | not_zero
+        if self.vacuous:
+            return faulty
+        return faulty | self._over(self._statistics(stack_of(self._zeroed(results) / self._size)))
 
     def _statistics(self, results: Stack) -> dict[str, Statistic]:
         reference, precision = self._model.reference, self._precision
@@ -219,7 +226,9 @@ class Tolerance:
         return statistics(deviations, reference, precision, self._blocks, self._allowed_in_blocks)
 
     def _over(self, found: Mapping[str, Statistic]) -> Tensor:
+        """Returns for each result whether a statistic is over its limit, ``[n]`` bool."""
         limit = self._limits.of
+        # A NaN is over its limit, so this is not written as >.
         return torch.stack([~(s.values.abs() <= limit[name]) for name, s in found.items()]).any(0)
 
 
@@ -230,10 +239,11 @@ def _errors(
     rounding: Callable[[Tensor], Tensor],
     alike: Callable[[Tensor], Tensor],
 ) -> tuple[Callable[[Rows], Tensor], Callable[[Rows], Tensor]]:
-    """Returns what computes both kinds of error for some rows of a reference, in units of a size.
+    """Returns two functions that compute the two kinds of error for some rows of a reference.
 
-    They hold no ``Tolerance``: that would hold itself, and its memory would stay until Python looks
-    for cycles. A number that is always zero is not rounded.
+    Errors are divided by ``size``. A number that is always zero is not rounded. This is no method:
+    a ``Tolerance`` would then refer to itself, and its memory would stay until Python looks for
+    cycles.
     """
 
     def of_each(rows: Rows) -> Tensor:

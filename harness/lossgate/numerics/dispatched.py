@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeing each operation that torch dispatches."""
+"""The base of modes that see each operation that torch dispatches, and the names of operations."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,24 +19,26 @@ class DispatchMode(TorchDispatchMode):
 
 
 def unobserved() -> AbstractContextManager[Any]:
-    """Turns off all modes: what is computed meanwhile is not the kernel's."""
+    """Turns off all modes, so that they do not take lossgate's own operations for the kernel's."""
     return _disable_current_modes()
 
 
 @cache
 def base_name(operation: Any) -> str:
-    """Returns the name of an operation, in place or not: ``add`` for ``aten::add_.Tensor``."""
+    """Returns the plain name of an operation, also of one in place: ``add`` for
+    ``aten::add_.Tensor``.
+    """
     return operation._schema.name.removeprefix("aten::").rstrip("_")
 
 
 @cache
 def argument_names(operation: Any) -> tuple[str, ...]:
-    """Returns the names of what an operation takes, in order."""
+    """Returns the names of an operation's arguments, in order."""
     return tuple(argument.name for argument in operation._schema.arguments)
 
 
 def arguments_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of an operation by name, with the defaults of those not given."""
+    """Returns the arguments of a call by name, with the defaults of those that are not given."""
     names = argument_names(operation)
     return {**_defaults(operation), **dict(zip(names, args, strict=False)), **kwargs}
 

@@ -31,17 +31,17 @@ class FloatFormat:
 
     @property
     def spacing(self) -> float:
-        """Distance between neighbours below the smallest normal number, as far as hardware
-        guarantees it.
+        """Distance between neighbours below the smallest normal number. It is that number itself if
+        hardware may flush smaller ones to zero.
         """
         return 2.0 ** (self.min_exponent if self.flushes else self.min_exponent + 1 - self.bits)
 
     def error(self, x: Tensor) -> Tensor:
-        """Returns the most that rounding to the format changes numbers by."""
+        """Returns the most by which rounding to the format changes each number."""
         return x.abs().clamp_(min=self.spacing / (2 * self.unit)).mul_(self.unit)
 
     def nearest(self, x: Tensor) -> Tensor:
-        """Returns float64 numbers as the format holds them."""
+        """Returns the nearest numbers of the format, as float64."""
         return x.to(self.dtype).double()
 
 
@@ -55,28 +55,29 @@ FLOAT_FORMATS: Mapping[str, FloatFormat] = MappingProxyType(
 FLOAT32 = FLOAT_FORMATS["float32"]
 
 TF32 = FloatFormat(torch.float32, 11, -126, True)
-"""What NVIDIA's tensor cores take of a float32 factor. Numbers in it are stored as float32."""
+"""The format to which NVIDIA's tensor cores round a float32 factor. Its numbers are stored as
+float32."""
 
 _BY_NAME: Any = {**FLOAT_FORMATS, "tf32": TF32}
 
 RoundedTo = Literal["float32", "bfloat16", "float16", "tf32"]
 
 ROUNDED_TO: Mapping[RoundedTo, FloatFormat] = MappingProxyType(_BY_NAME)
-"""What kernels round numbers to, by name: the dtypes of inputs, and "tf32"."""
+"""The formats to which kernels round numbers, by name: the dtypes of inputs, and "tf32"."""
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name) for name in DTYPES})
 """The torch dtype of each name."""
 
 
 def coarsest_of(names: Iterable[RoundedTo]) -> RoundedTo:
-    """Returns the name of the format with the largest unit roundoff; of those, with the smallest
-    range.
-    """
+    """Returns the name of the coarsest format; see ``coarsest``."""
     return max(names, key=lambda name: _coarseness(ROUNDED_TO[name]))
 
 
 def coarsest(*formats: FloatFormat) -> FloatFormat:
-    """Returns the format with the largest unit roundoff; of those, with the smallest range."""
+    """Returns the format with the largest unit roundoff. If several have it, the one with the
+    smallest range.
+    """
     return max(formats, key=_coarseness)
 
 

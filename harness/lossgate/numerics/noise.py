@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random errors as large as those of rounding (Monte Carlo arithmetic)."""
+"""Draws random errors as large as those of rounding (Monte Carlo arithmetic)."""
 
 from functools import cache
 from math import sqrt
@@ -11,11 +11,12 @@ from torch import Tensor
 from lossgate.numerics.float_formats import FloatFormat
 
 _EXPONENT = 0x7FF << 52
-"""The bits of a float64 that hold its exponent: kept alone, they are the power of two below it."""
+"""The bits of a float64 that hold its exponent. These bits alone are the power of two at or below
+the number."""
 
 _POOL = 1 << 21
-"""Random numbers that are kept ready. Noise is read from a random offset of this pool: drawing it
-afresh would cost more than all other work of the judge."""
+"""The number of random numbers that are kept ready. Noise is read from this pool at a random
+offset, because to draw new numbers would cost more than all other work of the judge."""
 
 
 @cache
@@ -33,11 +34,13 @@ def power_of_two(x: Tensor) -> Tensor:
 class Noise:
     """Draws rounding errors: Monte Carlo arithmetic (Parker 1997) with a seed of its own.
 
-    Each number x becomes x + e, with e uniform in +-ulp(x) / sqrt(2). That is the variance which
-    stochastic rounding has on average, and twice that of rounding to nearest. Stochastic rounding
-    itself gives almost no noise to a number that happens to lie near a representable one. A correct
-    kernel that sums in another order then exceeds that noise, and a dozen members are too few to
-    show that it may.
+    Each number x becomes x + e. For float32, e is uniform in +-ulp(x) / sqrt(2). That is twice the
+    variance of rounding to nearest, because a kernel may round more often than the reference. For
+    coarser formats, e is uniform in +-ulp(x) / 2.
+
+    Stochastic rounding has the variance of the float32 errors on average. But it gives almost no
+    noise to a number that happens to lie near a representable one. A correct kernel that sums in
+    another order would exceed such noise, and a dozen members are too few to show that it may.
     """
 
     def __init__(self, seed: int) -> None:
@@ -46,7 +49,7 @@ class Noise:
     def uniform(self, shape: torch.Size) -> Tensor:
         """Returns float64 numbers in [-1, 1).
 
-        They may share memory with the pool: do not write to them.
+        Do not write to them: they may share memory with the pool.
         """
         count = shape.numel()
         if count > _POOL // 2:
@@ -60,8 +63,8 @@ class Noise:
         Args:
             x: float64 numbers of any shape.
             to: the format.
-            near_zero: also add the errors below the smallest normal number. Turn it off where they
-                cannot matter.
+            near_zero: whether to add the errors of numbers below the smallest normal one, too. Turn
+                it off if these cannot matter.
         """
         power = power_of_two(x)
         if near_zero:

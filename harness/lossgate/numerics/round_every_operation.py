@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs torch code in float64 as if each operation rounded, and each number that the code writes.
+"""Runs torch code in float64 as if each operation rounded its result.
 
-The ensemble runs the loss stage of any spec this way, as the reference has it. A number that code
-writes, such as a weight of 0.1, is rounded as a kernel holds it.
+The ensemble runs the loss stage of any spec this way, with the code of the reference. Numbers in
+that code, such as a weight of 0.1, are rounded as well, because a kernel holds them in float32.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -25,17 +25,18 @@ from lossgate.numerics.torch_operations import SPELLED_OUT, is_view, name_of, ro
 _COMPARISONS = frozenset(["gt", "lt", "ge", "le", "eq", "ne"])
 
 _SUMMED = {"sum": 0, "cumsum": 0, "mean": 0, "index_add": 3, "scatter_add": 3, "index_put": 2, "scatter_reduce sum": 3}
-"""Operations that add up: the position of what they add."""
+"""Operations that add up, and the position of the argument that they add up."""
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
-"""Products of matrices: the position of the left one, which the right one follows."""
+"""Products of matrices, and the position of the left factor. The right factor follows it."""
 
 
 class RoundEveryOperation(DispatchMode):
     """Rounds the float64 result of every dispatched operation that rounds.
 
-    What an operation reads is never written to: a view is returned as it is, and other results are
-    new tensors. Only an operation in place rounds what it has written.
+    Arguments that an operation only reads are never changed: a view of one is returned as it is,
+    and a rounded result is a new tensor. Only the result of an operation in place is rounded in
+    place.
     """
 
     def __init__(self, noise: Noise, to: FloatFormat, *, log_softmax: FloatFormat = FLOAT32) -> None:
@@ -44,7 +45,7 @@ class RoundEveryOperation(DispatchMode):
         Args:
             noise: the source of errors.
             to: the format of results.
-            log_softmax: that of results of ``log_softmax``, if it is coarser.
+            log_softmax: the format of results of ``log_softmax``, if it is coarser than ``to``.
         """
         super().__init__()
         self.noise, self.to = noise, to
@@ -53,7 +54,7 @@ class RoundEveryOperation(DispatchMode):
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Leaves results as they are."""
+        """Pauses the rounding, so that results stay as they are."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -69,8 +70,10 @@ class RoundEveryOperation(DispatchMode):
             with self:
                 return SPELLED_OUT[name](*args, **kwargs)
         if name in _COMPARISONS and isinstance(args[1], Tensor) and args[0].dtype is torch.float64:
-            tied = self._with_ties(*args[:2])
-            args = (args[0].copy_(tied) if writes(func) and "out" not in kwargs else tied, *args[1:])
+            left = self._with_ties(*args[:2])
+            if writes(func) and "out" not in kwargs:  # in place: the result must end in the argument
+                left = args[0].copy_(left)
+            args = (left, *args[1:])
         result = func(*args, **kwargs)
         if not rounds(func, args, kwargs):
             return result
@@ -85,16 +88,19 @@ class RoundEveryOperation(DispatchMode):
         return rounded
 
     def _rounded(self, exact: Tensor, error: Tensor | None, to: FloatFormat) -> Tensor:
-        """Returns a result with its error and that of rounding it. What is not finite stays so."""
+        """Returns a result with its error and that of rounding it. Infinities and NaN stay as they
+        are.
+        """
         if exact.dtype is not torch.float64 or not exact.dim():
             return exact
         rounded = self.noise.round(exact if error is None else exact + error, to)
         return torch.where(exact.isfinite(), rounded, exact)
 
     def _with_ties(self, a: Tensor, b: Tensor) -> Tensor:
-        """Returns ``a``, with ``b`` in its place wherever the two are equal up to rounding.
+        """Returns ``a``, with the entries of ``b`` wherever the two are equal up to rounding.
 
-        A kernel computes equal results from equal inputs, so that such a comparison stays a tie.
+        A kernel computes equal results from equal inputs. So a comparison that is a tie without
+        rounding must stay a tie.
         """
         apart = (a - b).abs()  # infinite or NaN if a number is infinite, which is no tie
         return torch.where(apart.isfinite() & (apart <= 8 * self.to.unit * torch.maximum(a.abs(), b.abs())), b, a)
@@ -102,16 +108,12 @@ class RoundEveryOperation(DispatchMode):
     def _error(
         self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> Tensor | None:
-        """Returns what an operation gets wrong beside the rounding of its result.
-
-        It is None for nothing.
+        """Returns the error that an operation makes inside, before it rounds its result. None if it
+        makes no such error.
         """
-        if (
-            not isinstance(result, Tensor)
-            or result.dtype is not torch.float64
-            or not result.dim()
-            or not result.numel()
-        ):
+        if not isinstance(result, Tensor) or result.dtype is not torch.float64:
+            return None
+        if not result.dim() or not result.numel():
             return None
         if name == "expm1":
             return self._expm1_error(result)
@@ -126,19 +128,20 @@ class RoundEveryOperation(DispatchMode):
         return None
 
     def _expm1_error(self, result: Tensor) -> Tensor:
-        """Returns the error of a kernel that writes ``exp(x) - 1``, which cancels, or
-        ``exp(x) - x - 1`` for ``expm1(x) - x``, which rounds twice at the size of ``exp(x)``.
+        """Returns the error of kernels that do not use ``expm1``. ``exp(x) - 1`` cancels, and
+        ``exp(x) - x - 1``, for ``expm1(x) - x``, rounds twice at the size of ``exp(x)``.
         """
         size = result.add(1).clamp(min=1) * self.to.unit
         return size * (self.noise.uniform(result.shape) + self.noise.uniform(result.shape))
 
     def _normaliser_error(self, name: str, args: Sequence[Any], result: Tensor) -> Tensor:
-        """Returns the error of the logarithm of a sum of exponentials, however small the result is.
+        """Returns the error of the logarithm of a sum of exponentials. It does not shrink with the
+        result, and is the same for a whole row.
 
-        It holds the rounding of the exponentials and of the logarithm itself, in float32, and is
-        the same for a whole row. A kernel that goes over the vocabulary in parts keeps the
-        logsumexp, and subtracts it from the logits. So its own rounding, to the format of results,
-        is in every log-probability. Torch's ``log_softmax`` of bfloat16 on a CPU is such a kernel.
+        It consists of the rounding of the exponentials and of the logarithm, in float32. For
+        ``log_softmax``, the rounding of the logsumexp to the format of results is added: a kernel
+        that goes over the vocabulary in parts keeps the logsumexp, and subtracts it from the
+        logits. Torch's ``log_softmax`` of bfloat16 on a CPU is such a kernel.
         """
         if name != "_log_softmax":
             return 1.5 * FLOAT32.unit * self.noise.uniform(result.shape)
@@ -155,30 +158,39 @@ class RoundEveryOperation(DispatchMode):
         total: Tensor,
         is_mean: bool,
     ) -> Tensor:
-        """Returns the error of K terms that are added one by one in float32, as in
-        ``RoundedRun.matmul``.
+        """Returns the error of K terms that are added one by one in float32. Each partial sum is
+        rounded, and may be larger than the total; see ``SumOfProducts``.
 
-        Partial sums are rounded, and may be larger than the total.
+        Args:
+            sums: adds up terms in the same way as the operation.
+            terms: the terms; or the two factors of products.
+            kwargs: the keyword arguments of the operation.
+            total: the result of the operation.
+            is_mean: whether the operation divides the sum by K.
         """
-        square_sum, count = sums(*(term.square() for term in terms)), sums(*(torch.ones_like(term) for term in terms))
+        square_sum = sums(*(term.square() for term in terms))
+        count = sums(*(torch.ones_like(term) for term in terms))
         if "alpha" in kwargs:  # it multiplies each term
             square_sum = square_sum * kwargs["alpha"] ** 2
-        if is_mean:  # a sum of K terms, divided by K
+        if is_mean:
             count = count * (terms[0].numel() // max(total.numel(), 1))
-            square_sum = square_sum / count  # that of the squares was divided by K once, not twice
+            square_sum = square_sum / count  # now the squares are divided by K twice, as they must be
         size = (count * (total.square() / 3 + square_sum / 2)).sqrt()
         return size * self.noise.uniform(total.shape) * FLOAT32.unit * (count > 1)
 
 
 def _on(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], position: int, count: int) -> Callable[..., Tensor]:
-    """Returns an operation that adds up, as a function of its terms alone. It adds them to 0."""
+    """Returns an operation that adds up, as a function of its terms alone, which it adds to 0. The
+    terms are ``count`` arguments from ``position`` on.
+    """
     before = (torch.zeros_like(args[0]), *args[1:position]) if position else ()
+    after = args[position + count :]
     factors = {key for key, value in kwargs.items() if type(value) in (int, float)}  # alpha, beta
     rest = {key: value for key, value in kwargs.items() if key not in (*factors, "out")}
 
     def sums(*terms: Tensor) -> Tensor:
         into = {"out": torch.empty_like(kwargs["out"])} if "out" in kwargs else {}
-        return func(*before, *terms, *args[position + count :], **rest, **into)
+        return func(*before, *terms, *after, **rest, **into)
 
     return sums
 
@@ -189,7 +201,7 @@ def _write(result: Any, rounded: Any) -> None:
 
 
 ERRORS = 64
-"""Errors that a run needs. A loss that writes more numbers uses them again."""
+"""The number of errors that are drawn for a run. A loss with more numbers uses them again."""
 
 _ARITHMETIC = """
     add radd sub rsub subtract mul rmul multiply div rdiv divide truediv rtruediv true_divide pow rpow where
@@ -201,16 +213,16 @@ _FILLED = frozenset(["full", "full_like", "new_full"])
 
 
 class RoundNumbers(TorchFunctionMode):
-    """Gives each number that an operation takes, or is filled with, the error of float32.
+    """Gives the numbers in a loss's code the error of float32: numbers that an operation takes as
+    arguments, and numbers with which it fills a tensor.
 
-    The error is drawn once for a run, and is the same for all tokens and wherever the number is
-    written: it does not average out.
-    Where a loss is a small difference, such as a divergence of nearly equal distributions, it is
-    the largest one.
+    The error of a number is drawn once for a run. It is the same for all tokens and wherever the
+    code repeats the number, so it does not average out. In a loss that is a small difference, such
+    as a divergence of nearly equal distributions, it is the largest error.
 
-    Numbers that float32 holds exactly are left alone, and so are those of operations in place and
-    those inside a function of torch, such as ``alpha`` of ``add`` or ``label_smoothing`` of
-    ``cross_entropy``.
+    Three kinds of numbers are left alone: those that float32 holds exactly, those of operations in
+    place, and those inside a function of torch, such as ``alpha`` of ``add`` or ``label_smoothing``
+    of ``cross_entropy``.
     """
 
     def __init__(self, errors: Tensor, rounding: RoundEveryOperation) -> None:
@@ -218,7 +230,7 @@ class RoundNumbers(TorchFunctionMode):
 
         Args:
             errors: ``[ERRORS]`` float64, uniform in [-1, 1).
-            rounding: what rounds the results, which leaves these numbers alone.
+            rounding: the mode that rounds results. It is paused while numbers are given errors.
         """
         super().__init__()
         self._errors, self._rounding = errors, rounding
@@ -237,14 +249,15 @@ class RoundNumbers(TorchFunctionMode):
             return func(*map(self._held, args), **held)
         if name in _BETWEEN and _in_float64(args, kwargs):
             bounds = dict(zip(("min", "max"), args[1:], strict=False)) | kwargs
-            if any(map(_is_rounded, bounds.values())):  # both are tensors then, or both are numbers
+            if any(map(_is_rounded, bounds.values())):  # torch wants both as tensors, or both as numbers
                 bounds = {key: self._held(value, always=True) for key, value in bounds.items()}
             return func(args[0], **bounds)
         result = func(*args, **kwargs)
         if name == "masked_fill" and _in_float64(args, kwargs):
             value = kwargs["value"] if "value" in kwargs else args[2]
+            mask = kwargs["mask"] if "mask" in kwargs else args[1]
             if _is_rounded(value):
-                return torch.where(kwargs["mask"] if "mask" in kwargs else args[1], self._held(value), args[0])
+                return torch.where(mask, self._held(value), args[0])
         if name in _FILLED and result.dtype is torch.float64:
             value = kwargs["fill_value"] if "fill_value" in kwargs else args[-1]
             if _is_rounded(value):
@@ -252,19 +265,21 @@ class RoundNumbers(TorchFunctionMode):
         return result
 
     def _held(self, number: Any, always: bool = False) -> Any:
-        """Returns a number as a run holds it: a scalar tensor, if that is another one."""
+        """Returns an argument as a run holds it. A number that float32 rounds becomes a scalar
+        tensor with its error. With ``always``, every number becomes a scalar tensor.
+        """
         if not _is_rounded(number) and not (always and isinstance(number, int | float)):
             return number
         spacing = 2.0 ** (frexp(number)[1] - 1) * FLOAT32.unit * sqrt(2) if _is_rounded(number) else 0.0
+        place = self._seen.setdefault(abs(number), len(self._seen)) % len(self._errors)
         with self._rounding.paused():
-            error = self._errors[self._seen.setdefault(abs(number), len(self._seen)) % len(self._errors)]
-            return number + copysign(spacing, number) * error
+            return number + copysign(spacing, number) * self._errors[place]
 
 
 @cache
 def _takes_numbers(func: Callable[..., Any]) -> str:
-    """Returns the name of a function whose numbers are rounded; empty for all others, and for what
-    works in place.
+    """Returns the name of a function whose numbers are rounded, without underscores. Empty for all
+    other functions, and for functions that work in place.
     """
     name = getattr(func, "__name__", "")
     if name.endswith("_") and not name.startswith("_"):
@@ -274,7 +289,7 @@ def _takes_numbers(func: Callable[..., Any]) -> str:
 
 
 def _is_rounded(number: Any) -> bool:
-    """Returns whether float32 does not hold a number."""
+    """Returns whether float32 rounds a number, because it does not hold it exactly."""
     return isinstance(number, float) and isfinite(number) and float(float32(number)) != number
 
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rounded run of a kernel computes with: float64 arithmetic in which each step rounds as the
-kernel declares.
-"""
+"""The arithmetic of a rounded run: float64, in which each step rounds as the kernel declares."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,15 +26,16 @@ class Stages:
     accumulate: FloatFormat
     accumulate_hidden: FloatFormat
     reduce_hidden: FloatFormat
-    """The format of the parts of the hidden states' gradient that are added up over tp, by kernel
-    or caller."""
+    """The format of each tp rank's part of the hidden states' gradient, when kernel or caller adds
+    the parts up."""
     loss: FloatFormat
+    """The format of the loss's arithmetic."""
     returned: tuple[tuple[str, FloatFormat], ...]
-    """The formats in which outputs and metrics are returned, by name; "" is for all others."""
+    """The formats in which outputs and metrics are returned, by name; "" is for all other names."""
     products: FloatFormat
     """The format of the factors of products."""
     truncates: bool
-    """Whether what products add up is rounded toward zero."""
+    """Whether the partial sums of products are rounded toward zero."""
     vocab_chunk: int | None
     """Rows of the vocabulary per step of the hidden gradient's running sum; None for a single
     step."""
@@ -46,8 +45,8 @@ class Stages:
 
     @property
     def rounded_chunk(self) -> int | None:
-        """Tokens after which a running sum over tokens is rounded; None for the end of a rank
-        alone.
+        """Number of tokens after which a running sum over tokens is rounded. None if it is rounded
+        only at the end of a rank.
         """
         return self.chunk if self.accumulate != FLOAT32 else None
 
@@ -64,33 +63,34 @@ class RoundedRun:
         """Prepares runs.
 
         Args:
-            noise: the rounding errors.
-            members: how many runs there are.
-            stages: the formats to which they round.
-            choices: of what is one for all numbers of a run; by default ``noise``.
+            noise: the source of rounding errors.
+            members: the number of runs.
+            stages: the formats to which the runs round.
+            choices: the source of random numbers that all numbers of a run share, such as the
+                choice between two ways to compute an entropy; by default ``noise``.
         """
         self.noise, self.members, self.stages = noise, members, stages
         self._choices = choices or noise
 
     def round(self, x: Tensor, to: FloatFormat = FLOAT32) -> Tensor:
-        """Rounds numbers that need no care near zero, such as logits and logarithms."""
+        """Rounds numbers whose errors near zero cannot matter, such as logits and logarithms."""
         return self.noise.round(x, to, near_zero=False)
 
     def of_each(self, dims: int) -> Tensor:
-        """Returns ``[members, 1, ...]`` random numbers in [-1, 1) of so many dims, one for each
-        member.
+        """Returns a random number in [-1, 1) for each member: ``[members, 1, ...]``, with ``dims``
+        dims.
         """
         return self._choices.uniform(torch.Size((self.members,))).view(-1, *[1] * (dims - 1))
 
     def coins(self, dims: int) -> Tensor:
-        """Returns ``[members, 1, ...]`` bool of so many dims, one for each member."""
+        """Returns a random bool for each member: ``[members, 1, ...]``, with ``dims`` dims."""
         return self.of_each(dims) > 0
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
-        """Returns a product as float32 accumulation gives it, in any order.
+        """Returns a product with the errors of float32 accumulation in any order.
 
         Args:
-            left, right: matrices; or stacks of them, whose first dim is that of the members, or 1.
+            left, right: matrices; or stacks of matrices ``[members or 1, rows, columns]``.
         """
         total = SumOfProducts(self)
         total.add(left, right)
@@ -105,28 +105,35 @@ class RoundedRun:
         return x.square().sum(-2, keepdim=True)
 
     def factor(self, x: Tensor) -> Tensor:
-        """Returns a factor as a product takes it."""
-        to, inputs = self.stages.products, self.stages.inputs
-        if to == FLOAT32 or (x.dim() == 2 and inputs.unit >= to.unit):  # the inputs of a kernel are exact in it
+        """Returns a factor as products take it: rounded to their format, unless that is float32.
+
+        A matrix without a dim of members is an input of the kernel. It is exact if the format of
+        products is no coarser than that of inputs.
+        """
+        to, is_input = self.stages.products, x.dim() == 2
+        if to == FLOAT32 or (is_input and to.unit <= self.stages.inputs.unit):
             return x
-        of_each = x.expand(self.members, *x.shape) if x.dim() == 2 else x
-        return self.noise.round(of_each, to)
+        return self.noise.round(x.expand(self.members, *x.shape) if is_input else x, to)
 
     def truncated(self, product: Tensor, terms: int, steps_of_each: Tensor) -> Tensor:
-        """Returns a product of so many terms whose partial sums were rounded toward zero.
+        """Returns a product whose partial sums were rounded toward zero.
 
         Tensor cores add some terms at a time, 4 to 16 as a rule (Fasi et al. 2021, Numerical
         behavior of NVIDIA tensor cores, section 4). A step loses up to two units roundoff of its
-        partial sum, which is half the product on average. How many steps there are differs from
-        kernel to kernel, and not from entry to entry: ``steps_of_each`` says it, ``[members]``
-        numbers in [-1, 1).
+        partial sum, which is half the product on average. The number of steps differs from kernel
+        to kernel, but is the same for all entries.
+
+        Args:
+            product: ``[members, *shape]``.
+            terms: the number of terms that each entry adds up.
+            steps_of_each: ``[members]`` numbers in [-1, 1); a larger one stands for more steps.
         """
         steps = terms / 4 + 1
         share = 0.5 + 0.5 * steps_of_each.view(-1, *[1] * (product.dim() - 1))
         return product * (1 - FLOAT32.unit * steps * share)
 
     def running_sum(self, parts: Sequence[Tensor], to: FloatFormat) -> Tensor:
-        """Adds parts one after the other, each of them and each partial sum rounded to a format."""
+        """Adds parts one after the other. Each part and each partial sum is rounded to a format."""
         total = None
         for part in parts:
             total = self.added(total, part, to)
@@ -134,34 +141,38 @@ class RoundedRun:
         return total
 
     def added(self, total: Tensor | None, part: Tensor, to: FloatFormat) -> Tensor:
-        """Returns a running sum, None if nothing is in it yet, with a part: both rounded."""
+        """Adds a part to a running sum, which is None at first. Part and new sum are rounded
+        to a format.
+        """
         part = self.noise.round(part, to)
         return part if total is None else self.noise.round(total + part, to)
 
 
 class SumOfProducts:
-    """A product whose terms come part by part, and that rounds as one.
+    """A product whose terms come in parts, but which rounds as if they came at once.
 
-    Added one by one, K terms make partial sums of about ``k / K`` of the result, plus what cancels
-    later, whose size is that of the norms of row and column; each is rounded. (Higham, Accuracy and
-    Stability of Numerical Algorithms, section 3.1.)
+    K terms are added one by one, and each partial sum is rounded. The sum of the first k terms is
+    about ``k / K`` of the result, plus terms that cancel later. The size of the latter follows from
+    the norms of row and column. (Higham, Accuracy and Stability of Numerical Algorithms,
+    section 3.1.)
     """
 
     def __init__(self, run: RoundedRun) -> None:
         """Begins with no terms.
 
         Args:
-            run: whose product it is.
+            run: the rounded runs that compute the product.
         """
         self._run, self._terms = run, 0
         self.exact = self._rows = self._columns = torch.zeros((), dtype=torch.float64)
-        """``exact`` is the sum without rounding."""
+        """``exact`` is the sum without rounding. The others are the sums of squares of each row of
+        the left factor, and of each column of the right one."""
 
     def add(self, left: Tensor, right: Tensor) -> None:
         """Adds the terms of ``left @ right``.
 
         Args:
-            left, right: matrices; or stacks of them, whose first dim is that of the members, or 1.
+            left, right: as for ``RoundedRun.matmul``.
         """
         left, right = self._run.factor(left), self._run.factor(right)
         if not self._terms:
@@ -173,7 +184,7 @@ class SumOfProducts:
         self._terms += right.shape[-2]
 
     def rounded(self, rows: slice = slice(None)) -> Tensor:
-        """Returns the product of all terms, ``[members, *shape]``, or some of its rows."""
+        """Returns the rounded product of all terms, ``[members, *shape]``, or some of its rows."""
         run, exact, of_rows = self._run, self.exact[..., rows, :], self._rows[..., rows, :]
         size = torch.addcmul(exact.square() * (self._terms / 3), of_rows, self._columns, value=0.5).sqrt_()
         of_one = exact.shape[1:] if exact.dim() > 2 else exact.shape
@@ -183,5 +194,5 @@ class SumOfProducts:
 
     @cached_property
     def _steps_of_each(self) -> Tensor:
-        """How many steps each member makes, for all rows; see ``RoundedRun.truncated``."""
+        """The numbers of steps of the members, for all rows; see ``RoundedRun.truncated``."""
         return self._run.of_each(1)

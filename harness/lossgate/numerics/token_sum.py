@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gradient that is a sum over tokens, as ranks and chunks of a kernel make it."""
+"""Adds up a gradient over tokens, with the rounding of a kernel's chunks and ranks."""
 
 from collections.abc import Callable
 
@@ -9,16 +9,16 @@ from torch import Tensor
 from lossgate.numerics.rounded_arithmetic import RoundedRun, SumOfProducts
 
 _AT_ONCE = 1 << 20
-"""Numbers of a gradient that are rounded at once: one of a whole lm-head takes hundreds of
-megabytes, and rounding it needs several like it."""
+"""Numbers of a gradient that are rounded at once. The gradient of a whole lm-head takes hundreds of
+megabytes, and to round it at once would need several tensors of that size."""
 
 
 def by_rows(like: Tensor, compute: Callable[[slice], Tensor]) -> Tensor:
-    """Computes a tensor some rows at a time.
+    """Computes a large tensor some rows at a time, and others at once.
 
     Args:
-        like: of its shape, ``[members, rows, columns]``.
-        compute: gives some rows.
+        like: a tensor of the same shape and dtype, ``[members, rows, columns]``.
+        compute: returns some rows.
     """
     if like.dim() < 3 or like.numel() <= _AT_ONCE:
         return compute(slice(None))
@@ -30,8 +30,10 @@ def by_rows(like: Tensor, compute: Callable[[slice], Tensor]) -> Tensor:
 
 
 class TokenSum:
-    """The gradient of a leaf without tokens: each rank multiplies the gradients of its own logits,
-    chunk by chunk, and rounds; the caller adds the ranks' parts.
+    """The gradient of a leaf that has no token dim, such as the weight.
+
+    Each rank adds up the products of its own tokens chunk by chunk, and rounds the sum. The caller
+    of the kernel adds the ranks' sums.
     """
 
     def __init__(self, run: RoundedRun) -> None:
@@ -45,20 +47,20 @@ class TokenSum:
         self._total: Tensor | None = None
 
     def add(self, dlogits: Tensor, factor: Tensor) -> None:
-        """Adds tokens of a chunk.
+        """Adds tokens to the current chunk.
 
         Args:
-            dlogits: the gradients of their logits, ``[members, tokens, vocab]``.
-            factor: what these are multiplied with, ``[tokens, width]``.
+            dlogits: the gradients of the tokens' logits, ``[members, tokens, vocab]``.
+            factor: the tensor with which ``dlogits`` is multiplied, ``[tokens, width]``.
         """
         self._chunk.add(dlogits.transpose(-1, -2), factor)
 
     def end_chunk(self, one_of: int) -> None:
-        """Ends a chunk.
+        """Adds the current chunk to the sum of the rank, rounds the sum, and begins a new chunk.
 
         Args:
-            one_of: how many chunks the rank has. The sum of several is rounded at each step, which
-                outweighs the errors of a chunk's own sum.
+            one_of: the number of chunks of the rank. The sum of several chunks is rounded at each
+                step, and these errors outweigh the errors inside a chunk, which are left out.
         """
         if one_of == 1:
             self._of_rank = by_rows(self._chunk.exact, self._chunk.rounded)
@@ -67,7 +69,9 @@ class TokenSum:
         self._chunk = SumOfProducts(self._run)
 
     def end_rank(self) -> None:
-        """Ends a rank. One without tokens adds nothing."""
+        """Rounds the sum of the current rank, and adds it to the total. A rank without tokens adds
+        nothing.
+        """
         if self._of_rank is not None:
             of_rank, to = self._of_rank, self._run.stages.inputs
             part = by_rows(of_rank, lambda rows: self._run.noise.round(of_rank[:, rows], to))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of torch: which round their result, and how fused ones are spelled out.
+"""Tells which operations of torch round their result, and spells out fused operations.
 
-Others only select, move, compare or fill. The result of a fused operation may be far smaller than
-what it is computed from: the logarithm of a sum that is nearly 1, a sum of gradients that cancel.
-Errors inside are then far larger than the rounding of the result, so fused operations are spelled
-out in those that a kernel runs, and each of them rounds.
+Operations that only select, move, compare or fill do not round. The result of a fused operation may
+be far smaller than the numbers inside: the logarithm of a sum that is nearly 1, or a sum of
+gradients that cancel. Its errors are then far larger than the rounding of the result. So fused
+operations are spelled out in the smaller operations that a kernel runs, each of which rounds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,25 +48,27 @@ _CONSTANTS = """
     arange empty empty_like empty_strided eye full full_like new_empty new_empty_strided new_full new_ones new_zeros
     ones ones_like scalar_tensor zeros zeros_like
 """
-"""They make numbers. ``RoundNumbers`` rounds those that float32 does not hold."""
+"""They make new numbers. ``RoundNumbers`` rounds the numbers that float32 does not hold."""
 
 _EXACT = frozenset(f"{_MOVES} {_SELECTIONS} {_SIGNS_AND_WHOLES} {_TRUTHS} {_CONSTANTS}".split())
 
 
 def name_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Returns what an operation does: its name; with what it does to numbers that meet, if it is
-    asked that: ``scatter_reduce sum``.
+    """Returns the name of an operation. That of ``scatter_reduce`` has the kind of reduction, too:
+    ``scatter_reduce sum``.
     """
     name = base_name(operation)
-    return f"{name} {kwargs['reduce'] if 'reduce' in kwargs else args[4]}" if name == "scatter_reduce" else name
+    if name != "scatter_reduce":
+        return name
+    return f"{name} {kwargs['reduce'] if 'reduce' in kwargs else args[4]}"
 
 
 @cache
 def is_view(operation: Any) -> bool:
-    """Returns whether what an operation returns shares memory with an argument that it only reads,
-    or would but for a copy.
+    """Returns whether an operation returns a view of an argument, or a copy of such a view.
 
-    A view in place, such as ``squeeze_``, says that it writes. It only changes the shape.
+    A view in place, such as ``squeeze_``, counts too: its schema says that it writes, but it only
+    changes the shape.
     """
     aliases = [value.alias_info for value in operation._schema.returns]
     if any(alias is not None and not alias.is_write for alias in aliases):
@@ -75,8 +77,8 @@ def is_view(operation: Any) -> bool:
 
 
 def _twins(operation: Any) -> list[Any]:
-    """Returns what a view in place, or as a copy, does without that: ``squeeze`` of ``squeeze_``
-    and of ``squeeze_copy``.
+    """Returns the overloads of the plain operation for one in place or with a copy: those of
+    ``squeeze`` for ``squeeze_`` and ``squeeze_copy``. There are none for other operations.
     """
     own = operation._schema.name.removeprefix("aten::")
     name = own.rstrip("_").removesuffix("_copy")
@@ -96,8 +98,7 @@ def rounds(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 
     Args:
         operation: an overload, as a dispatch mode gets it.
-        args: its arguments. Some operations add numbers up only if they are asked to.
-        kwargs: likewise.
+        args, kwargs: the arguments. They decide whether some operations add up, and so round.
     """
     known = _rounds(operation)
     return _adds_up(operation, args, kwargs) if known is None else known
@@ -115,6 +116,7 @@ def _rounds(operation: Any) -> bool | None:
 
 
 def _adds_up(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether an operation adds or multiplies the numbers that it writes to one place."""
     names = argument_names(operation)
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     if "accumulate" in names:
@@ -153,7 +155,7 @@ def _logit(x: Tensor, eps: float | None = None) -> Tensor:
 
 
 def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
-    gap = (a - b).nan_to_num(nan=0.0, posinf=inf, neginf=-inf)  # of two that are infinite alike, it is NaN
+    gap = (a - b).nan_to_num(nan=0.0, posinf=inf, neginf=-inf)  # the difference of equal infinities is NaN
     return torch.maximum(a, b) + (-gap.abs()).exp().log1p()
 
 
@@ -221,7 +223,9 @@ def _scatter_mean(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, 
 
 def _dims(x: Tensor, dim: Any) -> list[int]:
     """Returns the dims that an operation reduces: all, if it names none."""
-    return [dim] if isinstance(dim, int) else list(dim) if dim else list(range(x.dim()))
+    if isinstance(dim, int):
+        return [dim]
+    return list(dim or range(x.dim()))
 
 
 SPELLED_OUT: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -246,4 +250,4 @@ SPELLED_OUT: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "std_mean": _std_mean,
     }
 )
-"""By the name of the operation, as ``name_of`` gives it."""
+"""Fused operations in smaller ones, by the name that ``name_of`` gives."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What candidates are run on: problems, their split over ranks, their tensors."""
+"""Problems, on which candidates are run: their split over ranks and their tensors."""

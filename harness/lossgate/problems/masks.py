@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss masks: which tokens of each sequence are trained."""
+"""Draws loss masks, which tell the tokens of each sequence that are trained."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -25,17 +25,16 @@ def draw_mask(patterns: Sequence[MaskPattern], lengths: Sequence[int], streams: 
     """Draws the loss mask of sequences that lie end to end without padding.
 
     Args:
-        patterns: one for each sequence.
-        lengths: tokens of each sequence.
+        patterns: the pattern of each sequence.
+        lengths: the number of tokens of each sequence.
         streams: the source of random numbers.
 
     Returns:
         ``[sum(lengths)]`` bool. The last token of a sequence is never trained: it has no next
         token.
     """
-    chance = streams.uniform("mask", sum(lengths))
-    parts = [_sequence_mask(p, c) for p, c in zip(patterns, chance.split(list(lengths)), strict=True)]
-    return torch.cat(parts)
+    chances = streams.uniform("mask", sum(lengths)).split(list(lengths))
+    return torch.cat([_sequence_mask(pattern, chance) for pattern, chance in zip(patterns, chances, strict=True)])
 
 
 def _sequence_mask(pattern: MaskPattern, chance: Tensor) -> Tensor:

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who owns what: the split of a packed batch and of a vocabulary over the ranks of a layout.
+"""Splits a packed batch and a vocabulary over the ranks of a layout.
 
 dp splits the sequences, in order. cp splits the tokens of each padded sequence in a zigzag: of ``2
-cp`` equal pieces, rank ``r`` owns pieces ``r`` and ``2 cp - 1 - r``, so that causal attention costs
+cp`` equal pieces, rank ``r`` owns pieces ``r`` and ``2 cp - 1 - r``. So causal attention costs
 every rank the same (Megatron-LM, NeMo-RL, AReaL). tp splits the rows of the vocabulary.
 
-Every tensor names its dims; a tensor without an axis's dim is replicated over that axis.
+Every tensor names its dims. An axis splits the dims in ``SHARDED_DIMS``, and replicates a tensor
+that has none of them.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -21,7 +22,7 @@ from lossgate.base.errors import UsageError
 from lossgate.base.layout import Axis, Layout
 
 Dim = str
-"""The name of a dim: "token", "vocab" and "sequence" are split over ranks, every other is not."""
+"""The name of a dim. Dims "token", "vocab" and "sequence" are split over ranks, others are not."""
 
 Dims = tuple[Dim, ...]
 
@@ -50,7 +51,7 @@ class VocabShard:
 
 
 def split_vocab(vocab: int, tp: int, how: VocabSplit) -> list[VocabShard]:
-    """The shard of each tp rank."""
+    """Returns the shard of each tp rank."""
     if how == "even" and vocab % tp:
         raise UsageError(
             f"a vocabulary of {vocab} does not split evenly over tp={tp} ranks; "
@@ -62,8 +63,9 @@ def split_vocab(vocab: int, tp: int, how: VocabSplit) -> list[VocabShard]:
                 f"layout larger than the problem: a vocabulary of {vocab} has no row for each of tp={tp} ranks; "
                 f"use tp <= {vocab}"
             )
-        ends = list(accumulate(vocab // tp + (rank < vocab % tp) for rank in range(tp)))
-        return [VocabShard(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        rows, extra = divmod(vocab, tp)
+        bounds = [0, *accumulate(rows + (rank < extra) for rank in range(tp))]
+        return [VocabShard(start, end) for start, end in pairwise(bounds)]
     size = -(-vocab // tp)
     shards = [VocabShard(min(rank * size, vocab), min((rank + 1) * size, vocab)) for rank in range(tp)]
     if how == "padded":
@@ -73,11 +75,11 @@ def split_vocab(vocab: int, tp: int, how: VocabSplit) -> list[VocabShard]:
 
 @dataclass(frozen=True)
 class Partition:
-    """The split of sequences of ``lengths`` tokens, and of ``vocab`` rows, over ``layout``.
+    """The split of sequences and of a vocabulary over a layout.
 
-    ``pad_to_multiple`` pads each sequence to a multiple of that many tokens, on top of the ``2 cp``
-    that zigzag needs. A sequence of no tokens stays empty. dp keeps ``group_size`` neighbours on
-    one rank, such as the two sequences of a preference pair.
+    Each sequence is padded to a multiple of ``pad_to_multiple`` tokens, times the ``2 cp`` pieces
+    of the zigzag if cp splits it. A sequence without tokens stays empty. dp keeps ``group_size``
+    neighbours on one rank, such as the two sequences of a preference pair.
     """
 
     layout: Layout
@@ -94,7 +96,7 @@ class Partition:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each sequence starts in the padded pack; one entry more than sequences."""
+        """The start of each sequence in the padded pack, and the end of the last one."""
         return (0, *accumulate(self.padded_lengths))
 
     @property
@@ -104,16 +106,17 @@ class Partition:
 
     @cached_property
     def real_tokens(self) -> Tensor:
-        """Positions in the padded pack of the tokens that are no padding, in order; shape
+        """Positions in the padded pack of the real tokens, which are no padding, in order;
         ``[sum(lengths)]``.
         """
-        return torch.tensor(
-            [s + i for s, n in zip(self.starts[:-1], self.lengths, strict=True) for i in range(n)], dtype=torch.long
-        )
+        positions: list[int] = []
+        for start, length in zip(self.starts[:-1], self.lengths, strict=True):
+            positions.extend(range(start, start + length))
+        return torch.tensor(positions, dtype=torch.long)
 
     @cached_property
     def sequence_of_token(self) -> Tensor:
-        """The number of each token's sequence, ``[tokens]`` of the padded pack."""
+        """The number of the sequence of each token of the padded pack, ``[tokens]``."""
         return torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.padded_lengths))
 
     @cached_property
@@ -121,15 +124,18 @@ class Partition:
         return split_vocab(self.vocab, self.layout.tp, self.vocab_split)
 
     def sequences(self, dp_rank: int) -> range:
-        """The sequences of a dp rank; the first ranks get one (pair) more if they don't divide."""
+        """Returns the sequences of a dp rank. The first ranks get one group more if dp does not
+        divide the number of groups.
+        """
         count, extra = divmod(len(self.lengths) // self.group_size, self.layout.dp)
         start = dp_rank * count + min(dp_rank, extra)
-        return range(start * self.group_size, (start + count + (dp_rank < extra)) * self.group_size)
+        end = start + count + (dp_rank < extra)
+        return range(start * self.group_size, end * self.group_size)
 
     @cached_property
     def token_shards(self) -> dict[tuple[int, int], Tensor]:
-        """``(dp rank, cp rank) -> `` positions in the padded pack, in the order in which that rank
-        holds them.
+        """``(dp rank, cp rank) -> `` the rank's positions in the padded pack, in the order in which
+        it holds them.
         """
         return {
             (dp, cp): torch.tensor(list(self._owned(dp, cp)), dtype=torch.long)
@@ -139,17 +145,24 @@ class Partition:
 
     @cached_property
     def real_token_shards(self) -> list[Tensor]:
-        """What each rank holds, in the order of ``token_shards``, as numbers among the tokens that
-        are no padding.
+        """The real tokens of each rank, in the order of ``token_shards``. Tokens are numbered
+        without padding.
         """
         return [held[held >= 0] for held in self._numbers()]
 
     def real_token_chunks(self, size: int | None) -> list[list[Tensor]]:
-        """The same in chunks of so many tokens, padding included, for each rank; None for a single
-        chunk. A chunk without real tokens is left out.
+        """Returns the real tokens of each rank, cut into chunks.
+
+        Args:
+            size: the tokens of a chunk, padding included; None for a single chunk. Chunks without
+                real tokens are left out.
         """
-        chunks = ([held] if size is None else held.split(size) for held in self._numbers())
-        return [[real for chunk in rank if len(real := chunk[chunk >= 0])] for rank in chunks]
+        found: list[list[Tensor]] = []
+        for held in self._numbers():
+            chunks = [held] if size is None else held.split(size)
+            real = (chunk[chunk >= 0] for chunk in chunks)
+            found.append([tokens for tokens in real if len(tokens)])
+        return found
 
     def _numbers(self) -> list[Tensor]:
         """Returns, for each rank, the numbers of its tokens among the real ones; -1 for padding."""
@@ -158,15 +171,17 @@ class Partition:
         return [number[shard] for shard in self.token_shards.values()]
 
     def shards_without(self, dims: Dims) -> tuple[object, ...]:
-        """Tells apart the ways in which the ranks split what has none of some dims.
+        """Returns a key for how ranks split the dims that a tensor of ``dims`` does not have.
 
-        Two partitions for which it is the same add up the same parts of a tensor of these dims.
+        If two partitions have the same key, their ranks compute the same parts of such a tensor,
+        which are added up.
         """
         vocab = tuple((shard.start, shard.end) for shard in self.vocab_shards)
         tokens = self.layout.dp, self.layout.cp, self.padded_lengths
         return () if "vocab" in dims else vocab, () if "token" in dims else tokens
 
     def _owned(self, dp: int, cp: int) -> Sequence[int]:
+        """Returns the positions in the padded pack that a rank holds, in its order."""
         owned: list[int] = []
         for sequence in self.sequences(dp):
             start, length = self.starts[sequence], self.padded_lengths[sequence]
@@ -179,34 +194,33 @@ class Partition:
         return owned
 
     def shard(self, tensor: Tensor, dims: Dims, rank: int, vocab_padding: Tensor | None = None) -> Tensor:
-        """The part of a full tensor that ``rank`` holds, as a new tensor.
-
-        ``vocab_padding`` supplies the padding rows of a ``"padded"`` vocabulary: same dims, one row
-        for each.
+        """Returns the part of a full tensor that a rank holds, as a new tensor. ``vocab_padding``
+        has the padding rows of a "padded" vocabulary, with the same dims.
         """
         at = self.layout.coordinate(rank)
+        tokens = self.token_shards[at["dp"], at["cp"]]
         for axis, dim in enumerate(dims):
             if dim == "token":
-                tensor = tensor.index_select(axis, self.token_shards[at["dp"], at["cp"]])
+                tensor = tensor.index_select(axis, tokens)
             elif dim == "sequence":
                 own = self.sequences(at["dp"])
                 tensor = tensor.narrow(axis, own.start, len(own))
             elif dim == "vocab":
                 shard = self.vocab_shards[at["tp"]]
-                part = tensor.narrow(axis, shard.start, shard.end - shard.start)
+                tensor = tensor.narrow(axis, shard.start, shard.end - shard.start)
                 if shard.padding:
                     if vocab_padding is None:
                         raise ValueError("a padded vocabulary needs vocab_padding for its padding rows")
-                    pad = (
-                        vocab_padding
-                        if "token" not in dims
-                        else vocab_padding.index_select(dims.index("token"), self.token_shards[at["dp"], at["cp"]])
-                    )
-                    part = torch.cat([part, pad.narrow(axis, 0, shard.padding)], axis)
-                tensor = part
+                    padding = vocab_padding.narrow(axis, 0, shard.padding)
+                    if "token" in dims:
+                        padding = padding.index_select(dims.index("token"), tokens)
+                    tensor = torch.cat([tensor, padding], axis)
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def local_shape(self, dims: Dims, rank: int, hidden: int) -> tuple[int, ...]:
+        """Returns the shape of a rank's part of a tensor. ``hidden`` is the width of the hidden
+        states.
+        """
         at = self.layout.coordinate(rank)
         sizes: dict[Dim, int] = {
             "token": len(self.token_shards[at["dp"], at["cp"]]),

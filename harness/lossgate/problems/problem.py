@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A problem: the small description, as JSON, from which every tensor of one example is made.
 
-The structure (sizes, masks, options, scenarios) is drawn and shrunk; the numbers come from one
-seed. The same problem gives the same tensors, bit for bit, on every machine. A file may say
-anything: what no strategy would draw is refused before tensors are made of it.
+The structure (sizes, masks, options, scenarios) is drawn and shrunk. The numbers come from one
+seed. The same problem gives the same tensors, bit for bit, on every machine. A file may hold any
+description, so a problem that no strategy would draw is refused before its tensors are made.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ if TYPE_CHECKING:
     from lossgate.problems.problem import Problem
 
 _MOST_NUMBERS = 2**33
-"""The most numbers of a tensor: no machine holds one that is much larger."""
+"""The most numbers of a tensor. No machine holds a tensor that is much larger."""
 
 RANGES = {"logit_std": (1e-9, 1000.0), "label_boost": (0.0, 100.0), "seed": (0, 2**32 - 1)}
-"""What numbers may be. A spread of 0 has no label to boost, and float16 holds no logits that spread
-more than 1000."""
+"""The smallest and the largest value of each number. With a spread of 0, logits have no label to
+boost. With a spread of more than 1000, float16 does not hold them."""
 MOST_OUTLIER = 1000.0
 """The largest outlier, of either sign."""
 
 
 def check_problem(problem: Problem) -> None:
-    """Refuses what no problem can be.
+    """Refuses a problem that could not be drawn.
 
     Raises:
-        UsageError: with what is wrong, and what was expected.
+        UsageError: if a field is out of its range or contradicts another. The message says what was
+            expected.
     """
     for check in (_check_sequences, _check_sizes, _check_dtype, _check_numbers, _check_places):
         check(problem)
@@ -73,8 +74,8 @@ def _check_sizes(problem: Problem) -> None:
         )
     if max(sizes) > MOST_ROWS or max(len(lengths), problem.partition.tokens) > MOST_TOKENS:
         raise UsageError(
-            f"problem: {_sizes(problem)}; expected sizes of at most {MOST_ROWS:,}, and at most {MOST_TOKENS:,} tokens, "
-            "with padding, and sequences"
+            f"problem: {_sizes(problem)}; expected sizes of at most {MOST_ROWS:,}, at most {MOST_TOKENS:,} sequences, "
+            f"and at most {MOST_TOKENS:,} tokens with padding"
         )
     if len(lengths) % group:
         raise UsageError(
@@ -83,7 +84,7 @@ def _check_sizes(problem: Problem) -> None:
 
 
 def _numbers(problem: Problem) -> Iterator[int]:
-    """Yields how many numbers tensors have: hidden states, weight and logits."""
+    """Yields the sizes of the largest tensors: the logits, and the hidden states or the weight."""
     tokens = problem.partition.tokens
     yield tokens * problem.vocab
     if problem.head == "hidden":
@@ -107,8 +108,8 @@ def _check_numbers(problem: Problem) -> None:
             raise UsageError(f"problem: {name}={shown(value)}; expected a number from {low:.15g} to {high:.15g}")
     if problem.bias and problem.vocab < 2:
         raise UsageError(
-            "problem: a bias with vocab=1; expected two rows at least: the gradient of one is 0, and what a kernel "
-            "gives is all rounding"
+            "problem: bias=True with vocab=1; expected vocab=2 or more: with a single row the bias has a gradient of "
+            "0, and a kernel returns nothing but rounding errors"
         )
 
 
@@ -143,9 +144,9 @@ class Problem:
     """One problem. Tokens are counted over the sequences end to end, without padding.
 
     Raises:
-        UsageError: if none like it could be drawn: sizes contradict each other, a number is out of
-            its range, or the layout is larger than the problem. What its spec, its head and a
-            candidate need is checked where it meets them; see ``cases.fit``.
+        UsageError: if such a problem could not be drawn: sizes contradict each other, a number is
+            out of its range, or the layout is larger than the problem. Whether it fits its spec,
+            its head and a candidate is checked later; see ``cases.fit``.
     """
 
     spec: str
@@ -153,41 +154,42 @@ class Problem:
     dtype: str
     """The dtype of the differentiable inputs: hidden states, weight and bias; logits; or values."""
     rounded_to: RoundedTo | None = None
-    """The coarsest format to which kernels round what the loss is computed from; None if that is
-    ``dtype``. Tokens near a kink, or near the edge of a filter of logits, keep clear by it. Drawn
-    problems have it from the kernel's declaration."""
+    """The coarsest format to which kernels round the inputs of the loss; None if that is ``dtype``.
+    Tokens that this rounding could move over a kink, or over the edge of a filter of logits, are
+    not trained. Drawn problems have the format of the kernel's declaration."""
     layout: Layout = field(default_factory=Layout)
     lengths: tuple[int, ...]
     """Tokens of each sequence; 0 for an empty one."""
     masks: tuple[MaskPattern, ...]
     """Which tokens of each sequence are trained."""
     pad_to_multiple: int = 1
-    """Each sequence is padded to a multiple of this, on top of what the layout needs."""
+    """Each sequence is padded to a multiple of this, times the number of pieces into which the
+    layout cuts it."""
     hidden: int
-    """Width of the hidden states; used at head "hidden" only."""
+    """Width of the hidden states; used only at head "hidden"."""
     vocab: int
     vocab_split: VocabSplit = "balanced"
     bias: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     """The options of the spec that are not at their default."""
     scenario: dict[str, str] = field(default_factory=dict)
-    """How the spec's further inputs are made; choices that are at their default are left out."""
+    """How the further inputs of the spec are made. Choices at their default are left out."""
     group_size: int = 1
     """Neighbouring sequences that dp keeps on one rank; 2 for preference pairs."""
     logit_std: float = 1.0
     """Standard deviation of the logits, before the temperature."""
     label_boost: float = 0.0
-    """Nats added to the label's tempered logit at about every other token, which makes those labels
-    confident."""
+    """Nats that are added to the label's tempered logit at about every other token, so that the
+    label is confident there."""
     forced_labels: tuple[tuple[int, int], ...] = ()
-    """``(token, row)``: the label of that token is that row of the vocabulary."""
+    """``(token, row)``: the token has this row of the vocabulary as its label."""
     outliers: tuple[tuple[int, int, float], ...] = ()
-    """``(token, column, value)``: that entry of the hidden states, or of the logits, has that
+    """``(token, column, value)``: this entry of the hidden states, or of the logits, has this
     value."""
     cotangent: Cotangent = "loss"
     """The outputs that get an upstream gradient."""
     reduction_order: ReductionOrder = "rank"
-    """The order in which a simulated world adds up what the ranks bring to a collective."""
+    """The order in which a simulated world adds up the ranks' tensors in a collective."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -195,7 +197,7 @@ class Problem:
 
     @property
     def coarsest(self) -> FloatFormat:
-        """The coarsest format to which kernels round what the loss is computed from."""
+        """The coarsest format to which kernels round the inputs of the loss."""
         return FLOAT_FORMATS[self.dtype] if self.rounded_to is None else ROUNDED_TO[self.rounded_to]
 
     @property
@@ -209,9 +211,9 @@ class Problem:
 
     @property
     def unsharded(self) -> Problem:
-        """The same on one rank, without padding.
+        """The same problem on one rank, without padding.
 
-        All numbers are drawn from its JSON, so that they are the same on every layout.
+        All numbers are drawn from its JSON, so they are the same on every layout.
         """
         return replace(self, layout=Layout(), vocab_split="balanced", pad_to_multiple=1, reduction_order="rank")
 
@@ -223,8 +225,8 @@ class Problem:
     def to_json(self) -> str:
         """Returns the problem as JSON, without fields at their default.
 
-        A field that is added later thus leaves the JSON of today's problems, and the numbers drawn
-        from it, unchanged.
+        So a field that is added in a later version changes neither the JSON of older problems nor
+        the numbers drawn from it.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = _defaults()
@@ -233,7 +235,7 @@ class Problem:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Problem:
-        """Reads what ``to_json`` wrote.
+        """Reads a problem that ``to_json`` wrote.
 
         Raises:
             UsageError: if the text is no problem; the message says where.
@@ -245,11 +247,11 @@ class Problem:
 
     @classmethod
     def from_builtins(cls, values: Any) -> Problem:
-        """Makes a problem of what JSON holds.
+        """Makes a problem from decoded JSON.
 
         Raises:
-            UsageError: if a field is unknown, so that a file of another version of lossgate is not
-                taken for another problem.
+            UsageError: if a field is unknown. Else a file of another version of lossgate could be
+                read as another problem.
             msgspec.ValidationError: if a value does not fit its field.
         """
         known = [f.name for f in fields(cls)]
@@ -263,14 +265,16 @@ class Problem:
         return problem
 
     def describe(self) -> str:
-        """Returns one line for people: sizes first, then what is not at its default."""
+        """Returns one line for people: sizes first, then fields that are not at their default."""
         parts = [f"{counted(self.tokens, 'token')} in {counted(len(self.lengths), 'sequence')} {list(self.lengths)}"]
         alike = len({*self.masks}) == 1
-        parts += [f"masks {self.masks[0]}" if alike else f"masks [{', '.join(self.masks)}]"]
-        parts += [f"hidden {self.hidden}"] * (self.head == "hidden") + [f"vocab {self.vocab}"]
-        parts += [f"layout {self.layout}", self.dtype, f"logit_std {self.logit_std:g}"]
+        parts.append(f"masks {self.masks[0]}" if alike else f"masks [{', '.join(self.masks)}]")
+        if self.head == "hidden":
+            parts.append(f"hidden {self.hidden}")
+        parts += [f"vocab {self.vocab}", f"layout {self.layout}", self.dtype, f"logit_std {self.logit_std:g}"]
+        if self.rounded_to is not None:
+            parts.append(f"rounded to {self.rounded_to}")
         plain = _defaults()
-        parts += [f"rounded to {self.rounded_to}"] * (self.rounded_to is not None)
         for name in ("pad_to_multiple", "vocab_split", "bias", "label_boost", "forced_labels", "outliers", "cotangent"):
             if (value := getattr(self, name)) != plain[name]:
                 parts.append(f"{name} {value}")

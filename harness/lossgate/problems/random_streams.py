@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers that are the same on every machine.
+"""Draws random numbers that are the same on every machine.
 
-The raw output of numpy's Philox generator is specified for good, while ``torch.randn`` and
-``Generator.normal`` may change with version and vector width. What is made of it here uses exactly
-rounded operations only, no libm.
+The raw output of numpy's Philox generator is specified for good. ``torch.randn`` and
+``Generator.normal`` may change with the version and with the width of vector instructions. Numbers
+are made from the raw output by exactly rounded operations only, without libm.
 """
 
 from math import prod, sqrt
@@ -17,7 +17,7 @@ from torch import Tensor
 class RandomStreams:
     """Named streams of random tensors for one seed.
 
-    A new stream leaves the numbers of all others as they are.
+    A new stream does not change the numbers of other streams.
     """
 
     def __init__(self, *seed: int | str) -> None:
@@ -33,11 +33,10 @@ class RandomStreams:
         return torch.from_numpy(raw.astype(np.float64) * 2.0**-53).reshape(shape)
 
     def normal(self, stream: str, *shape: int) -> Tensor:
-        """Returns float64 numbers of mean 0 and standard deviation 1, each the sum of four uniform
-        ones, within +-3.5.
+        """Returns float64 numbers of mean 0 and standard deviation 1.
 
-        Heavy tails are for the problem to draw, as ``logit_std`` and ``outliers``, not left to
-        chance.
+        Each is the sum of four uniform numbers, within +-3.5. Heavy tails are not left to chance: a
+        problem asks for them by ``logit_std`` and ``outliers``.
         """
         halves = self._raw(stream, prod(shape)).view(np.uint16).reshape(-1, 4)
         centred = halves.astype(np.int64).sum(axis=1) - 2 * (2**16 - 1)

@@ -40,4 +40,4 @@ def test_a_disagreement_in_words(make_world: MakeWorld) -> None:
     result = run(wrong, make_problem("bfloat16"), make_world("single"))
     # The bug rounds the gradient to bfloat16 once more, after it is multiplied by 1.01.
     assert result.findings[0].startswith("grad of hidden: 1.009")
-    assert "times the reference, where rounding explains 1 +- 0.004" in result.findings[0]
+    assert "times the reference; rounding explains 1 +- 0.004" in result.findings[0]

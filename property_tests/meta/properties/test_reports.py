@@ -78,7 +78,7 @@ def test_a_broken_property_is_told_with_what_to_do(verify: Verify, folder: Path,
     assert done.returncode == 1
     assert story(done) == [
         "DISAGREE  product  float32  single",
-        "  property masked-nan: loss: 1 of 1 entries are not finite, where the reference is",
+        "  property masked-nan: loss: 1 of 1 entries are not finite; the reference is finite there",
         "  to do: select before computing: torch.where(mask, x, 0.0), because 0 * NaN is NaN",
         f"  on: {SMALLEST}  (after 4 tries to make it smaller)",
         "  replay: lossgate",
@@ -88,7 +88,7 @@ def test_a_broken_property_is_told_with_what_to_do(verify: Verify, folder: Path,
     assert again.returncode == 1
     assert again.stdout.splitlines() == [
         "DISAGREE  product  masked-nan  float32  single",
-        "  loss: 1 of 1 entries are not finite, where the reference is",
+        "  loss: 1 of 1 entries are not finite; the reference is finite there",
         "  to do: select before computing: torch.where(mask, x, 0.0), because 0 * NaN is NaN",
         f"  on: {SMALLEST}",
         "  it fails exactly as when the file was written",

@@ -293,7 +293,7 @@ WRONG = {
         right, "gradient", "every gradient is the derivative", "w.detach(); or drop", {"stop_gradient": True}
     ),
     "an item": Wrong(with_item, "runs", "under torch.vmap", "no .item()"),
-    "no gradient": Wrong(all_detached, "runs", "no value per token leads to", "mend"),
+    "no gradient": Wrong(all_detached, "runs", "without a gradient to the values per token", "mend"),
     "metric not declared": Wrong(with_metric, "runs", "metrics= lacks", "mend"),
     "input overwritten": Wrong(in_place, "runs", "another loss", "write nothing in place"),
     "input written to": Wrong(written_to, "unchanged", "overwrites 'weights'", "write nothing in place"),
