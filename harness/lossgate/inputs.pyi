@@ -44,44 +44,44 @@ class Batch(_Batch):
     """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
     valid ids.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     mask: Tensor
     """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
     padding.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     input_ids: Tensor
     """[token], int64: the tokens themselves.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     sequence: Tensor
     """[token], int64: the number of each token's sequence, among those of this dp rank.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     cu_seqlens: Tensor
     """[sequences+1], int32: where the sequences of this dp rank would start if they were laid end
     to end without padding.
 
-    sequences+1, on a rank: one more than its dp rank has sequences.
+    sequences+1, on a rank: an entry for each sequence of its dp rank, and one more.
     """
 
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where the sequences start in this dp rank's padded pack, before cp
     splits it.
 
-    sequences+1, on a rank: one more than its dp rank has sequences.
+    sequences+1, on a rank: an entry for each sequence of its dp rank, and one more.
     """
 
     valid_tokens: Tensor
@@ -107,8 +107,8 @@ class Hidden(_Hidden):
     hidden: Tensor
     """[token, hidden], one of the candidate's dtypes: the last hidden states; requires grad.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
 
     hidden, on a rank: the whole width.
 
@@ -124,8 +124,8 @@ class Hidden(_Hidden):
 
     hidden, on a rank: the whole width.
 
-    Its gradients: the sum of those of dp and cp ranks is the whole, and lossgate adds them up;
-    each tp rank has its own part.
+    Its gradients: lossgate adds up the results of dp and cp ranks; each tp rank has its own
+    part.
     """
 
     bias: Tensor | None
@@ -134,8 +134,8 @@ class Hidden(_Hidden):
     vocab, on a rank: rows vocab_start to vocab_end of the vocabulary, and padding rows where
     vocab_split is padded.
 
-    Its gradients: the sum of those of dp and cp ranks is the whole, and lossgate adds them up;
-    each tp rank has its own part.
+    Its gradients: lossgate adds up the results of dp and cp ranks; each tp rank has its own
+    part.
     """
 
 class Logits(_Logits):
@@ -145,8 +145,8 @@ class Logits(_Logits):
     """[token, vocab], one of the candidate's dtypes: the logits, before the temperature; requires
     grad.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
 
     vocab, on a rank: rows vocab_start to vocab_end of the vocabulary, and padding rows where
     vocab_split is padded.
@@ -161,8 +161,8 @@ class Logprobs(_Logprobs):
     """[token], one of the candidate's dtypes: log-probabilities of the labels; requires grad. Equal
     on all tp ranks.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
 
     Its gradients: each dp and cp rank has its own part; each tp rank has the same.
     """
@@ -174,8 +174,8 @@ class Values(_Values):
     """[token], one of the candidate's dtypes: the predictions of the value head; requires grad.
     Equal on all tp ranks.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
 
     Its gradients: each dp and cp rank has its own part; each tp rank has the same.
     """
@@ -189,8 +189,8 @@ class Rewards(_Rewards):
 
     sequence, on a rank: the sequences of its dp rank.
 
-    Its gradients: the sum of those of cp ranks is the whole, and lossgate adds them up; each dp
-    rank has its own part; each tp rank has the same.
+    Its gradients: lossgate adds up the results of cp ranks; each dp rank has its own part; each
+    tp rank has the same.
     """
 
 class ClippedPgHidden(Hidden, ClippedPgBatch, Batch):
@@ -200,12 +200,12 @@ class ClippedPgHidden(Hidden, ClippedPgBatch, Batch):
     clipped_pg: clipped policy gradient: PPO, GRPO, DAPO, REINFORCE, GSPO, CISPO, with KL penalty
     and off-policy weights.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
     - sequence: the sequences of its dp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
     - hidden: the whole width.
@@ -215,40 +215,40 @@ class ClippedPgHidden(Hidden, ClippedPgBatch, Batch):
     inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
     declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list clipped_pg`` shows its metrics, too; its options are those of
+    ``lossgate list clipped_pg`` also shows the metrics. The options are
     ``lossgate.options.ClippedPgOptions``.
     """
 
     prev_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the policy before the update.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     generation_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the policy that generated the tokens.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     reference_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the reference policy.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     advantages: Tensor
     """[token], float32: the advantage of each token.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     rewards: Tensor
@@ -278,12 +278,12 @@ class ClippedPgLogits(Logits, ClippedPgBatch, Batch):
     clipped_pg: clipped policy gradient: PPO, GRPO, DAPO, REINFORCE, GSPO, CISPO, with KL penalty
     and off-policy weights.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
     - sequence: the sequences of its dp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
 
@@ -291,40 +291,40 @@ class ClippedPgLogits(Logits, ClippedPgBatch, Batch):
     unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
     inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list clipped_pg`` shows its metrics, too; its options are those of
+    ``lossgate list clipped_pg`` also shows the metrics. The options are
     ``lossgate.options.ClippedPgOptions``.
     """
 
     prev_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the policy before the update.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     generation_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the policy that generated the tokens.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     reference_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the reference policy.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     advantages: Tensor
     """[token], float32: the advantage of each token.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     rewards: Tensor
@@ -354,51 +354,51 @@ class ClippedPgLogprobs(Logprobs, ClippedPgBatch, Batch):
     clipped_pg: clipped policy gradient: PPO, GRPO, DAPO, REINFORCE, GSPO, CISPO, with KL penalty
     and off-policy weights.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
     - sequence: the sequences of its dp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
 
     The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
     unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
     inputs.logprobs.grad. Unless ``lossgate.Contract`` declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list clipped_pg`` shows its metrics, too; its options are those of
+    ``lossgate list clipped_pg`` also shows the metrics. The options are
     ``lossgate.options.ClippedPgOptions``.
     """
 
     prev_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the policy before the update.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     generation_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the policy that generated the tokens.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     reference_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the reference policy.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     advantages: Tensor
     """[token], float32: the advantage of each token.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     rewards: Tensor
@@ -427,11 +427,11 @@ class DistillHidden(Hidden, DistillBatch, Batch):
 
     distill: distillation: forward, reverse or mixed KL over the teacher's top-k.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
     - hidden: the whole width.
@@ -442,18 +442,18 @@ class DistillHidden(Hidden, DistillBatch, Batch):
     inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
     declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
 
-    ``lossgate list distill`` shows its metrics, too; its options are those of
+    ``lossgate list distill`` also shows the metrics. The options are
     ``lossgate.options.DistillOptions``.
     """
 
     teacher_logits: Tensor
     """[token, topk], float32: the teacher's logits at teacher_indices, before the temperature.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
 
     topk, on a rank: the whole.
     """
@@ -461,8 +461,8 @@ class DistillHidden(Hidden, DistillBatch, Batch):
     teacher_indices: Tensor
     """[token, topk], int64: ids in the whole vocabulary, distinct for each token.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
 
     topk, on a rank: the whole.
     """
@@ -473,11 +473,11 @@ class DistillLogits(Logits, DistillBatch, Batch):
 
     distill: distillation: forward, reverse or mixed KL over the teacher's top-k.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
     - topk: the whole.
@@ -486,18 +486,18 @@ class DistillLogits(Logits, DistillBatch, Batch):
     unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
     inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
 
-    ``lossgate list distill`` shows its metrics, too; its options are those of
+    ``lossgate list distill`` also shows the metrics. The options are
     ``lossgate.options.DistillOptions``.
     """
 
     teacher_logits: Tensor
     """[token, topk], float32: the teacher's logits at teacher_indices, before the temperature.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
 
     topk, on a rank: the whole.
     """
@@ -505,8 +505,8 @@ class DistillLogits(Logits, DistillBatch, Batch):
     teacher_indices: Tensor
     """[token, topk], int64: ids in the whole vocabulary, distinct for each token.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
 
     topk, on a rank: the whole.
     """
@@ -518,11 +518,11 @@ class DivergenceHidden(Hidden, DivergenceBatch, Batch):
     divergence: distillation over the whole vocabulary: forward or reverse KL, or a
     Jensen-Shannon divergence.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
     - hidden: the whole width.
@@ -532,18 +532,18 @@ class DivergenceHidden(Hidden, DivergenceBatch, Batch):
     inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
     declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
 
-    ``lossgate list divergence`` shows its metrics, too; its options are those of
+    ``lossgate list divergence`` also shows the metrics. The options are
     ``lossgate.options.DivergenceOptions``.
     """
 
     teacher_logits: Tensor
     """[token, vocab], float32: this rank's columns of the teacher's logits, before the temperature.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
 
     vocab, on a rank: rows vocab_start to vocab_end of the vocabulary, and padding rows where
     vocab_split is padded.
@@ -556,11 +556,11 @@ class DivergenceLogits(Logits, DivergenceBatch, Batch):
     divergence: distillation over the whole vocabulary: forward or reverse KL, or a
     Jensen-Shannon divergence.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
 
@@ -568,18 +568,18 @@ class DivergenceLogits(Logits, DivergenceBatch, Batch):
     unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
     inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
 
-    ``lossgate list divergence`` shows its metrics, too; its options are those of
+    ``lossgate list divergence`` also shows the metrics. The options are
     ``lossgate.options.DivergenceOptions``.
     """
 
     teacher_logits: Tensor
     """[token, vocab], float32: this rank's columns of the teacher's logits, before the temperature.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
 
     vocab, on a rank: rows vocab_start to vocab_end of the vocabulary, and padding rows where
     vocab_split is padded.
@@ -591,12 +591,12 @@ class DpoHidden(Hidden, DpoBatch, Batch):
 
     dpo: direct preference optimisation and IPO, with an optional SFT term.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
     - sequence: the sequences of its dp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
     - hidden: the whole width.
@@ -607,11 +607,11 @@ class DpoHidden(Hidden, DpoBatch, Batch):
     inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
     declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list dpo`` shows its metrics, too; its options are those of
+    ``lossgate list dpo`` also shows the metrics. The options are
     ``lossgate.options.DpoOptions``.
     """
 
@@ -635,16 +635,16 @@ class DpoHidden(Hidden, DpoBatch, Batch):
     """[token], float32: log-probabilities of the labels, of the reference policy, in the layout of
     option reference_layout.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     reference_hidden: Tensor
     """[token, reference_width], float32: the last hidden states of the reference model, exact in
     the dtype of the policy's; reference_width is 0 unless scenario reference is 'model'.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
 
     reference_width, on a rank: the whole.
     """
@@ -665,12 +665,12 @@ class DpoLogits(Logits, DpoBatch, Batch):
 
     dpo: direct preference optimisation and IPO, with an optional SFT term.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
     - sequence: the sequences of its dp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
     - reference_width: the whole.
@@ -679,11 +679,11 @@ class DpoLogits(Logits, DpoBatch, Batch):
     unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
     inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list dpo`` shows its metrics, too; its options are those of
+    ``lossgate list dpo`` also shows the metrics. The options are
     ``lossgate.options.DpoOptions``.
     """
 
@@ -707,16 +707,16 @@ class DpoLogits(Logits, DpoBatch, Batch):
     """[token], float32: log-probabilities of the labels, of the reference policy, in the layout of
     option reference_layout.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     reference_hidden: Tensor
     """[token, reference_width], float32: the last hidden states of the reference model, exact in
     the dtype of the policy's; reference_width is 0 unless scenario reference is 'model'.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
 
     reference_width, on a rank: the whole.
     """
@@ -737,12 +737,12 @@ class DpoLogprobs(Logprobs, DpoBatch, Batch):
 
     dpo: direct preference optimisation and IPO, with an optional SFT term.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
     - sequence: the sequences of its dp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
     - reference_width: the whole.
@@ -751,11 +751,11 @@ class DpoLogprobs(Logprobs, DpoBatch, Batch):
     unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
     inputs.logprobs.grad. Unless ``lossgate.Contract`` declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list dpo`` shows its metrics, too; its options are those of
+    ``lossgate list dpo`` also shows the metrics. The options are
     ``lossgate.options.DpoOptions``.
     """
 
@@ -779,16 +779,16 @@ class DpoLogprobs(Logprobs, DpoBatch, Batch):
     """[token], float32: log-probabilities of the labels, of the reference policy, in the layout of
     option reference_layout.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     reference_hidden: Tensor
     """[token, reference_width], float32: the last hidden states of the reference model, exact in
     the dtype of the policy's; reference_width is 0 unless scenario reference is 'model'.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
 
     reference_width, on a rank: the whole.
     """
@@ -810,11 +810,11 @@ class GrpoHidden(Hidden, GrpoBatch, Batch):
     grpo: group relative policy optimisation: DAPO or CISPO, with a KL penalty and corrections
     for the sampler.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
     - hidden: the whole width.
@@ -824,41 +824,41 @@ class GrpoHidden(Hidden, GrpoBatch, Batch):
     inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
     declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list grpo`` shows its metrics, too; its options are those of
+    ``lossgate list grpo`` also shows the metrics. The options are
     ``lossgate.options.GrpoOptions``.
     """
 
     old_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the policy before the update.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     reference_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the reference policy.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     vllm_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the engine that sampled the tokens; NaN
     at a token means that it is not known.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     advantages: Tensor
     """[token], float32: the advantage of each token.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
 class GrpoLogits(Logits, GrpoBatch, Batch):
@@ -868,11 +868,11 @@ class GrpoLogits(Logits, GrpoBatch, Batch):
     grpo: group relative policy optimisation: DAPO or CISPO, with a KL penalty and corrections
     for the sampler.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
 
@@ -880,41 +880,41 @@ class GrpoLogits(Logits, GrpoBatch, Batch):
     unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
     inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list grpo`` shows its metrics, too; its options are those of
+    ``lossgate list grpo`` also shows the metrics. The options are
     ``lossgate.options.GrpoOptions``.
     """
 
     old_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the policy before the update.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     reference_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the reference policy.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     vllm_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the engine that sampled the tokens; NaN
     at a token means that it is not known.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     advantages: Tensor
     """[token], float32: the advantage of each token.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
 class GrpoLogprobs(Logprobs, GrpoBatch, Batch):
@@ -924,51 +924,51 @@ class GrpoLogprobs(Logprobs, GrpoBatch, Batch):
     grpo: group relative policy optimisation: DAPO or CISPO, with a KL penalty and corrections
     for the sampler.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
 
     The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
     unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
     inputs.logprobs.grad. Unless ``lossgate.Contract`` declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list grpo`` shows its metrics, too; its options are those of
+    ``lossgate list grpo`` also shows the metrics. The options are
     ``lossgate.options.GrpoOptions``.
     """
 
     old_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the policy before the update.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     reference_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the reference policy.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     vllm_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the engine that sampled the tokens; NaN
     at a token means that it is not known.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     advantages: Tensor
     """[token], float32: the advantage of each token.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
 class LabelSmoothingHidden(Hidden, Batch):
@@ -977,11 +977,11 @@ class LabelSmoothingHidden(Hidden, Batch):
 
     label_smoothing: negative log-likelihood with smoothed labels.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
     - hidden: the whole width.
@@ -991,11 +991,11 @@ class LabelSmoothingHidden(Hidden, Batch):
     inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
     declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list label_smoothing`` shows its metrics, too; its options are those of
+    ``lossgate list label_smoothing`` also shows the metrics. The options are
     ``lossgate.options.LabelSmoothingOptions``.
     """
 
@@ -1005,11 +1005,11 @@ class LabelSmoothingLogits(Logits, Batch):
 
     label_smoothing: negative log-likelihood with smoothed labels.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
 
@@ -1017,11 +1017,11 @@ class LabelSmoothingLogits(Logits, Batch):
     unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
     inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list label_smoothing`` shows its metrics, too; its options are those of
+    ``lossgate list label_smoothing`` also shows the metrics. The options are
     ``lossgate.options.LabelSmoothingOptions``.
     """
 
@@ -1031,11 +1031,11 @@ class NllHidden(Hidden, NllBatch, Batch):
 
     nll: negative log-likelihood of the labels, over trained tokens (SFT).
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
     - hidden: the whole width.
@@ -1045,19 +1045,19 @@ class NllHidden(Hidden, NllBatch, Batch):
     inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
     declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list nll`` shows its metrics, too; its options are those of
+    ``lossgate list nll`` also shows the metrics. The options are
     ``lossgate.options.NllOptions``.
     """
 
     real: Tensor
     """[token], bool: the token is no padding.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     real_tokens: Tensor
@@ -1072,11 +1072,11 @@ class NllLogits(Logits, NllBatch, Batch):
 
     nll: negative log-likelihood of the labels, over trained tokens (SFT).
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
 
@@ -1084,19 +1084,19 @@ class NllLogits(Logits, NllBatch, Batch):
     unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
     inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list nll`` shows its metrics, too; its options are those of
+    ``lossgate list nll`` also shows the metrics. The options are
     ``lossgate.options.NllOptions``.
     """
 
     real: Tensor
     """[token], bool: the token is no padding.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     real_tokens: Tensor
@@ -1111,29 +1111,29 @@ class NllLogprobs(Logprobs, NllBatch, Batch):
 
     nll: negative log-likelihood of the labels, over trained tokens (SFT).
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
 
     The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
     unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
     inputs.logprobs.grad. Unless ``lossgate.Contract`` declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list nll`` shows its metrics, too; its options are those of
+    ``lossgate list nll`` also shows the metrics. The options are
     ``lossgate.options.NllOptions``.
     """
 
     real: Tensor
     """[token], bool: the token is no padding.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     real_tokens: Tensor
@@ -1148,21 +1148,21 @@ class PreferenceRewards(Rewards, PairBatch, Batch):
 
     preference: the Bradley-Terry loss of a reward model.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
     - sequence: the sequences of its dp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
 
     The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
     unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
     inputs.rewards.grad. Unless ``lossgate.Contract`` declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
 
-    ``lossgate list preference`` shows its metrics, too; its options are those of
+    ``lossgate list preference`` also shows the metrics. The options are
     ``lossgate.options.PreferenceOptions``.
     """
 
@@ -1188,11 +1188,11 @@ class SoftcapHidden(Hidden, Batch):
 
     softcap: negative log-likelihood of soft-capped logits.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
     - hidden: the whole width.
@@ -1202,10 +1202,10 @@ class SoftcapHidden(Hidden, Batch):
     inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
     declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
 
-    ``lossgate list softcap`` shows its metrics, too; its options are those of
+    ``lossgate list softcap`` also shows the metrics. The options are
     ``lossgate.options.SoftcapOptions``.
     """
 
@@ -1215,11 +1215,11 @@ class SoftcapLogits(Logits, Batch):
 
     softcap: negative log-likelihood of soft-capped logits.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
 
@@ -1227,10 +1227,10 @@ class SoftcapLogits(Logits, Batch):
     unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
     inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
 
-    ``lossgate list softcap`` shows its metrics, too; its options are those of
+    ``lossgate list softcap`` also shows the metrics. The options are
     ``lossgate.options.SoftcapOptions``.
     """
 
@@ -1241,11 +1241,11 @@ class TokenLogprobsHidden(Hidden, Batch):
     token_logprobs: log-probabilities of the labels and entropies, with temperature and top-k /
     top-p filtering; no loss.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
     - hidden: the whole width.
@@ -1259,7 +1259,7 @@ class TokenLogprobsHidden(Hidden, Batch):
     - ``token_entropy``: [token]; each dp and cp rank has its own part; each tp rank has the
       same.
 
-    ``lossgate list token_logprobs`` shows its metrics, too; its options are those of
+    ``lossgate list token_logprobs`` also shows the metrics. The options are
     ``lossgate.options.TokenLogprobsOptions``.
     """
 
@@ -1270,11 +1270,11 @@ class TokenLogprobsLogits(Logits, Batch):
     token_logprobs: log-probabilities of the labels and entropies, with temperature and top-k /
     top-p filtering; no loss.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
 
@@ -1286,7 +1286,7 @@ class TokenLogprobsLogits(Logits, Batch):
     - ``token_entropy``: [token]; each dp and cp rank has its own part; each tp rank has the
       same.
 
-    ``lossgate list token_logprobs`` shows its metrics, too; its options are those of
+    ``lossgate list token_logprobs`` also shows the metrics. The options are
     ``lossgate.options.TokenLogprobsOptions``.
     """
 
@@ -1296,42 +1296,42 @@ class ValueValues(Values, ValueBatch, Batch):
 
     value: clipped squared error of a value model.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
 
     The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
     unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
     inputs.values.grad. Unless ``lossgate.Contract`` declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
 
-    ``lossgate list value`` shows its metrics, too; its options are those of
+    ``lossgate list value`` also shows the metrics. The options are
     ``lossgate.options.ValueOptions``.
     """
 
     mask: Tensor
     """[token], bool: the value is trained.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     old_values: Tensor
     """[token], float32: the value of each token at the time of the rollout.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
     returns: Tensor
     """[token], float32: the return of each token, which its value should be.
 
-    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
-    chunks of its cp rank.
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each sequence, the two
+    zigzag chunks of its cp rank.
     """
 
 class ZLossHidden(Hidden, Batch):
@@ -1340,11 +1340,11 @@ class ZLossHidden(Hidden, Batch):
 
     z_loss: negative log-likelihood plus the squared logarithm of the softmax's normaliser.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
     - hidden: the whole width.
@@ -1354,11 +1354,11 @@ class ZLossHidden(Hidden, Batch):
     inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
     declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list z_loss`` shows its metrics, too; its options are those of
+    ``lossgate list z_loss`` also shows the metrics. The options are
     ``lossgate.options.ZLossOptions``.
     """
 
@@ -1368,11 +1368,11 @@ class ZLossLogits(Logits, Batch):
 
     z_loss: negative log-likelihood plus the squared logarithm of the softmax's normaliser.
 
-    A rank has of each dim, or all of it where the layout does not split it:
+    The part of each dim that a rank has; all of it if the layout does not split the dim:
 
-    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
-      cp rank.
-    - sequences+1: one more than its dp rank has sequences.
+    - token: the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag
+      chunks of its cp rank.
+    - sequences+1: an entry for each sequence of its dp rank, and one more.
     - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
       is padded.
 
@@ -1380,10 +1380,10 @@ class ZLossLogits(Logits, Batch):
     unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
     inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
 
-    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
-      them up; each tp rank has the same.
+    - ``loss``: a scalar; lossgate adds up the results of dp and cp ranks; each tp rank has the
+      same.
     - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
 
-    ``lossgate list z_loss`` shows its metrics, too; its options are those of
+    ``lossgate list z_loss`` also shows the metrics. The options are
     ``lossgate.options.ZLossOptions``.
     """

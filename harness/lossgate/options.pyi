@@ -21,7 +21,7 @@ class ClippedPgOptions(_ClippedPgOptions):
     """The options of spec clipped_pg: clipped policy gradient: PPO, GRPO, DAPO, REINFORCE, GSPO,
     CISPO, with KL penalty and off-policy weights.
 
-    One that a candidate does not name in ``supports`` keeps its default.
+    An option that a candidate does not name in ``supports`` keeps its default.
     """
 
     disable_ppo_ratio: bool = False
@@ -186,7 +186,7 @@ class DistillOptions(_DistillOptions):
     """The options of spec distill: distillation: forward, reverse or mixed KL over the teacher's
     top-k.
 
-    One that a candidate does not name in ``supports`` keeps its default.
+    An option that a candidate does not name in ``supports`` keeps its default.
     """
 
     kl_type: Literal["forward", "reverse", "mixed"] = "forward"
@@ -233,7 +233,7 @@ class DivergenceOptions(_DivergenceOptions):
     """The options of spec divergence: distillation over the whole vocabulary: forward or reverse
     KL, or a Jensen-Shannon divergence.
 
-    One that a candidate does not name in ``supports`` keeps its default.
+    An option that a candidate does not name in ``supports`` keeps its default.
     """
 
     divergence_type: Literal["forward", "reverse", "jsd"] = "forward"
@@ -258,7 +258,7 @@ class DivergenceOptions(_DivergenceOptions):
 class DpoOptions(_DpoOptions):
     """The options of spec dpo: direct preference optimisation and IPO, with an optional SFT term.
 
-    One that a candidate does not name in ``supports`` keeps its default.
+    An option that a candidate does not name in ``supports`` keeps its default.
     """
 
     reference_policy_kl_penalty: float = 0.05
@@ -320,7 +320,7 @@ class GrpoOptions(_GrpoOptions):
     """The options of spec grpo: group relative policy optimisation: DAPO or CISPO, with a KL
     penalty and corrections for the sampler.
 
-    One that a candidate does not name in ``supports`` keeps its default.
+    An option that a candidate does not name in ``supports`` keeps its default.
     """
 
     use_rho_correction: bool = True
@@ -442,7 +442,7 @@ class GrpoOptions(_GrpoOptions):
 class LabelSmoothingOptions(_LabelSmoothingOptions):
     """The options of spec label_smoothing: negative log-likelihood with smoothed labels.
 
-    One that a candidate does not name in ``supports`` keeps its default.
+    An option that a candidate does not name in ``supports`` keeps its default.
     """
 
     smoothing: float = 0.1
@@ -454,7 +454,7 @@ class LabelSmoothingOptions(_LabelSmoothingOptions):
 class NllOptions(_NllOptions):
     """The options of spec nll: negative log-likelihood of the labels, over trained tokens (SFT).
 
-    One that a candidate does not name in ``supports`` keeps its default.
+    An option that a candidate does not name in ``supports`` keeps its default.
     """
 
     reduction: Literal["mean", "sum"] = "mean"
@@ -484,7 +484,7 @@ class NllOptions(_NllOptions):
 class PreferenceOptions(_PreferenceOptions):
     """The options of spec preference: the Bradley-Terry loss of a reward model.
 
-    One that a candidate does not name in ``supports`` keeps its default.
+    An option that a candidate does not name in ``supports`` keeps its default.
     """
 
     epsilon: float = 0.0
@@ -496,7 +496,7 @@ class PreferenceOptions(_PreferenceOptions):
 class SoftcapOptions(_SoftcapOptions):
     """The options of spec softcap: negative log-likelihood of soft-capped logits.
 
-    One that a candidate does not name in ``supports`` keeps its default.
+    An option that a candidate does not name in ``supports`` keeps its default.
     """
 
     softcap: float = 30.0
@@ -509,7 +509,7 @@ class TokenLogprobsOptions(_TokenLogprobsOptions):
     """The options of spec token_logprobs: log-probabilities of the labels and entropies, with
     temperature and top-k / top-p filtering; no loss.
 
-    One that a candidate does not name in ``supports`` keeps its default.
+    An option that a candidate does not name in ``supports`` keeps its default.
     """
 
     temperature: float = 1.0
@@ -541,7 +541,7 @@ class TokenLogprobsOptions(_TokenLogprobsOptions):
 class ValueOptions(_ValueOptions):
     """The options of spec value: clipped squared error of a value model.
 
-    One that a candidate does not name in ``supports`` keeps its default.
+    An option that a candidate does not name in ``supports`` keeps its default.
     """
 
     cliprange: float | None = None
@@ -568,7 +568,7 @@ class ZLossOptions(_ZLossOptions):
     """The options of spec z_loss: negative log-likelihood plus the squared logarithm of the
     softmax's normaliser.
 
-    One that a candidate does not name in ``supports`` keeps its default.
+    An option that a candidate does not name in ``supports`` keeps its default.
     """
 
     z_loss_weight: float = 0.0001

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from lossgate.engine.cell_record import CellRecord, Verdict
-from lossgate.reports.causes import IN_COMMON, CausesSoFar, causes_in_common, pattern
+from lossgate.reports.causes import IN_COMMON, CausesSoFar, causes_in_common, layouts_in_words
 from lossgate.reports.describe import describe
 from property_tests.meta.made_evidence import cell
 
@@ -33,7 +33,7 @@ def shown(layout: str, **changed: Any) -> CellRecord:
     ],
 )
 def test_the_pattern_of_layouts_is_said(wrong: list[str], right: list[str], words: str) -> None:
-    assert pattern(wrong, right) == words
+    assert layouts_in_words(wrong, right) == words
 
 
 def test_a_cause_of_several_cells_is_said_once_for_a_candidate() -> None:

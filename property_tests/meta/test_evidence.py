@@ -175,40 +175,40 @@ def test_the_numbers_are_those_of_the_comparisons(agreed: CellResult) -> None:
 
 # A record that contradicts its own numbers
 
-SILENCE = "what loss says of silent comparisons is not what their limits say"
+SILENCE = "the silent comparisons of loss are not those that its limits give"
 GAP = "a kernel that scales twice would have passed"
 WITH_GAP = PropertyRecord(name="no-grad", problems=1, gaps=(GAP,))
 LIES: dict[str, tuple[CellRecord, str]] = {
-    "verdict": (made.disagreeing(verdict="AGREE", reasons=()), "its verdict is AGREE, and its numbers give DISAGREE"),
+    "verdict": (made.disagreeing(verdict="AGREE", reasons=()), "its verdict is AGREE, but its numbers give DISAGREE"),
     "verdict, the other way": (
         made.cell(verdict="DISAGREE", reasons=("wrong",)),
-        "its verdict is DISAGREE, and its numbers give AGREE",
+        "its verdict is DISAGREE, but its numbers give AGREE",
     ),
     "inconclusive": (
         made.inconclusive(verdict="AGREE", reasons=()),
-        "its verdict is AGREE, and its numbers give INCONCLUSIVE",
+        "its verdict is AGREE, but its numbers give INCONCLUSIVE",
     ),
     "no failure": (made.disagreeing(verdict="AGREE", reasons=(), failure=None), "numbers give DISAGREE"),
     "scale": (made.cell(outputs=(made.output(scale=(1e-8, 3e-7, 0.5e-8)),)), "loss has a pooled scale of -1.66667e-09"),
     "known mistake": (
         made.cell(mistakes_surviving=("the mask is ignored",)),
-        "its verdict is AGREE, and its numbers give INCONCLUSIVE",
+        "its verdict is AGREE, but its numbers give INCONCLUSIVE",
     ),
-    "sd": (made.cell(outputs=(made.output(sd=(1e-9, 1e-9, 1e-9)),)), "and its numbers give"),
+    "sd": (made.cell(outputs=(made.output(sd=(1e-9, 1e-9, 1e-9)),)), "but its numbers give"),
     "single limit": (made.cell(outputs=(made.output(limit=(1e-6, 1e-9, 1e-6)),)), "its numbers give DISAGREE"),
     "share": (made.cell(outputs=(made.output(shares={"noise": (0.25, 1.01, 0.1)}),)), "its numbers give DISAGREE"),
     "infinite share": (made.cell(outputs=(made.output(shares={"noise": (0.25, None, 0.1)}),)), "give DISAGREE"),
     "fault": (made.cell(faults=("the ranks hang",)), "its numbers give DISAGREE"),
     "fault of an output": (made.cell(outputs=(made.output(faults=("not finite",)),)), "its numbers give DISAGREE"),
     "goal": (made.cell(coverage={}), "its numbers give INCONCLUSIVE"),
-    "no pool": (made.cell(outputs=(made.output(pooled=None),)), "loss is not pooled, and 3 problems say something"),
+    "no pool": (made.cell(outputs=(made.output(pooled=None),)), "loss is not pooled, but 3 problems say something"),
     "pool of nothing": (
         made.cell(outputs=(made.output(vacuous=(0, 1, 2)),)),
         "no problem says anything about its scale",
     ),
     "problems": (
         made.cell(outputs=(made.output(vacuous=(1,)),)),
-        "loss is pooled over 3 problems, and has the numbers of 2",
+        "loss is pooled over 3 problems, but has the numbers of 2",
     ),
     "silent for no reason": (made.cell(outputs=(made.output(silent=(0, 1, 2), pooled=None),)), SILENCE),
     "silent and vacuous": (
@@ -217,37 +217,37 @@ LIES: dict[str, tuple[CellRecord, str]] = {
     ),
     "not silent": (made.cell(outputs=(made.output(limit=(1e-6, 2.0, 1e-6)),)), SILENCE),
     "a list too short": (made.cell(outputs=(made.output(sd=(1e-7,)),)), "the lists of loss do not have one entry"),
-    "no comparisons": (made.cell(comparisons=2), "it says 2 comparisons, and has 8"),
-    "no such problem": (made.cell(problems=2), "it says 2 problems, and has the numbers of problem 7, counted from 0"),
+    "no comparisons": (made.cell(comparisons=2), "it says 2 comparisons, but has 8"),
+    "no such problem": (made.cell(problems=2), "it says 2 problems, but has the numbers of problem 7, counted from 0"),
     "problems that nothing compares": (
         msgspec.structs.replace(made.cell(), problems=500),
-        "it says 500 problems, and has comparisons of 8",
+        "it says 500 problems, but has comparisons of 8",
     ),
     "more goals than problems": (
         made.cell(coverage={"trained token": 99}),
         "it says that 99 of 8 problems reach a goal",
     ),
     "an output twice": (made.cell(outputs=(made.output(), made.output()), comparisons=16), "it has an output twice"),
-    "too few problems": (made.cell(problems=7), "its verdict is AGREE, and its numbers give INCONCLUSIVE"),
+    "too few problems": (made.cell(problems=7), "its verdict is AGREE, but its numbers give INCONCLUSIVE"),
     "metrics alone": (made.cell(outputs=(made.output(name="kl", metric=True),)), "its numbers give INCONCLUSIVE"),
     "a loss that is a metric": (made.cell(outputs=(made.output(metric=True),)), "it says that loss is a metric"),
-    "no coverage needed": (made.cell(needs_adequacy=False), "it says that agreement needs no coverage, and it does"),
+    "no coverage needed": (made.cell(needs_adequacy=False), "it says that agreement needs no coverage, but it does"),
     "a reason against AGREE": (
         made.cell(reasons=("odd",)),
-        "its verdict is AGREE, and it gives a reason against AGREE",
+        "its verdict is AGREE, but it gives a reason against AGREE",
     ),
-    "no reason": (made.inconclusive(reasons=()), "its verdict is INCONCLUSIVE, and it gives no reason against AGREE"),
-    "mde": (made.cell(mde=1e-9), "its mde is 1e-09, and its numbers give 2.3"),
-    "own gaps": (made.cell(gaps=(GAP,)), "its verdict is AGREE, and its numbers give INCONCLUSIVE"),
+    "no reason": (made.inconclusive(reasons=()), "its verdict is INCONCLUSIVE, but it gives no reason against AGREE"),
+    "mde": (made.cell(mde=1e-9), "its mde is 1e-09, but its numbers give 2.3"),
+    "own gaps": (made.cell(gaps=(GAP,)), "its verdict is AGREE, but its numbers give INCONCLUSIVE"),
     "gaps of a property": (
         made.cell(properties=(WITH_GAP,)),
-        "its verdict is AGREE, and its numbers give INCONCLUSIVE",
+        "its verdict is AGREE, but its numbers give INCONCLUSIVE",
     ),
-    "margin": (made.cell(margin=0.1), "its margin is 0.1, and its numbers give 0.5"),
-    "symptoms": (made.cell(symptoms=("loss",)), "it says that loss disagrees, and its numbers say nothing"),
+    "margin": (made.cell(margin=0.1), "its margin is 0.1, but its numbers give 0.5"),
+    "symptoms": (made.cell(symptoms=("loss",)), "it says that loss disagrees, but by its numbers nothing disagrees"),
     "no number": (
         made.cell(outputs=(made.output(unit=0.0, kernels=0, sd=(0.0, 0.0, 0.0)),)),
-        "and its numbers give nan",
+        "but its numbers give nan",
     ),
 }
 
@@ -311,7 +311,10 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "another digest": (lambda line: line[:-66] + b"0" * 64 + line[-2:], "its digest is not that"),
     "glued": (lambda line: line[:50] + line, "its digest is not that of its text"),
     "two glued": (lambda line: line + line, "its digest is not that of its text"),
-    "no digest": (lambda line: b'{"candidate": "nll"}', "it has no digest: an earlier version of lossgate wrote it"),
+    "no digest": (
+        lambda line: b'{"candidate": "nll"}',
+        "it has no digest: an earlier version of lossgate or another program wrote it",
+    ),
     "no JSON": (lambda line: b"\xff\x00", "it is cut"),
     "too deep": (lambda line: b"[" * 100_000, "it is cut"),
     "an earlier schema": (lambda line: seal(made.cell(schema="1.4")), "it has schema '1.4'"),

@@ -47,18 +47,18 @@ QUIET = (0.5,) * 7 + (3.0,) * 2
 LIES = {
     "another noise": (
         cell(QUIET, said(0.6)),
-        "loss has a pooled noise of 0.6 and a limit of 1.32222, and its numbers give 0.5 and 1.32222",
+        "loss has a pooled noise of 0.6 and a limit of 1.32222, but its numbers give 0.5 and 1.32222",
     ),
-    "noisier than allowed": (cell(NOISY, said(3.0)), "its verdict is AGREE, and its numbers give DISAGREE"),
-    "not pooled": (cell(QUIET, None), "the noise of loss is not pooled, and its numbers are enough"),
+    "noisier than allowed": (cell(NOISY, said(3.0)), "its verdict is AGREE, but its numbers give DISAGREE"),
+    "not pooled": (cell(QUIET, None), "the noise of loss is not pooled, but its numbers are enough"),
     "fewer problems": (
         cell((*QUIET[:8], None), said(0.5)),
-        "the noise of loss is pooled over 9 problems, and its numbers are of 8",
+        "the noise of loss is pooled over 9 problems, but its numbers are of 8",
     ),
     "too short": (cell(QUIET[:8], said(0.5)), "the lists of loss do not have one entry for each comparison"),
     "noise from nowhere": (
         cell((None,) * 9, said(0.5)),
-        "the noise of loss is pooled, and too few problems say something about it",
+        "the noise of loss is pooled, but too few problems say something about it",
     ),
 }
 

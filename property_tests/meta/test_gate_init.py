@@ -222,7 +222,10 @@ def test_a_long_list_has_a_line_for_each_name(tmp_path: Path) -> None:
     [
         ([run()], "All evidence must be of one commit.\n"),
         ([run(commit=None)], "All evidence must be of one commit. The evidence at hand names none.\n"),
-        ([run("a"), run("b", name="run-2")], "All evidence must be of one commit. The evidence at hand is of 2.\n"),
+        (
+            [run("a"), run("b", name="run-2")],
+            "All evidence must be of one commit. The evidence at hand is of 2 commits.\n",
+        ),
         (
             [run(), run(torch="2.14.0", name="run-2")],
             "the same in all evidence. The evidence at hand has several of torch.\n",
@@ -257,7 +260,7 @@ def test_a_known_failure_without_a_file_says_which_is_needed(tmp_path: Path) -> 
 
 
 def test_evidence_without_cells_makes_no_policy() -> None:
-    with pytest.raises(UsageError, match=r"^no first policy: the evidence has no cell; verify first"):
+    with pytest.raises(UsageError, match=r"^no first policy: the evidence has no cell\. Verify first:"):
         first_policy([], [run()])
 
 
@@ -267,8 +270,8 @@ def test_evidence_without_cells_makes_no_policy() -> None:
         (False, False, True, ""),
         (True, False, False, "# The evidence at hand is of such files: commit them, "),
         (False, True, False, "# The evidence at hand is of such files: commit them, "),  # git does not know the file
-        (None, None, False, "# Of the files of the evidence at hand, that is not known.\n"),
-        (False, None, False, "# Of the files of the evidence at hand, that is not known.\n"),
+        (None, None, False, "# For the evidence at hand, git could not say.\n"),
+        (False, None, False, "# For the evidence at hand, git could not say.\n"),
     ],
 )
 def test_unmodified_is_what_the_evidence_shows(

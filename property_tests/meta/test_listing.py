@@ -260,7 +260,9 @@ def test_an_editor_shows_what_a_kernel_returns_and_what_is_added_up(spec: Spec) 
         returned = dict(re.findall(r"^- ``(\w+)``: (.*?)\.$", doc, re.MULTILINE | re.DOTALL))
         assert returned.keys() == {*spec.outputs}
         for name, said in returned.items():
-            assert said.startswith("a scalar; the sum of those of dp and cp ranks" if name == "loss" else "[token]; ")
+            assert said.startswith(
+                "a scalar; lossgate adds up the results of dp and cp ranks" if name == "loss" else "[token]; "
+            )
         assert spec.summary in " ".join(doc.split())
 
 

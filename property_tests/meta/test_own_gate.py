@@ -86,7 +86,7 @@ def test_each_cell_is_missed(tmp_path: Path, lines: list[bytes]) -> None:
         verdict = gated(tmp_path, [line for i, line in enumerate(lines) if i != number])
         missed = [blocker.message for blocker in verdict.blockers if blocker.cell == key]
         assert any("asks for it. Verify it, or change the policy" in message for message in missed), key
-        assert any("planned it, and has no result of it" in message for message in missed), key
+        assert any("planned it, but has no result of it" in message for message in missed), key
 
 
 CHANGES: dict[str, tuple[Callable[[bytes], bytes], GateReason]] = {
@@ -111,4 +111,4 @@ def test_a_changed_line_closes_it(tmp_path: Path, lines: list[bytes], change: st
 def test_old_evidence_closes_it(tmp_path: Path, lines: list[bytes]) -> None:
     (blocker,) = gated(tmp_path, lines, NOW.replace(day=22)).blockers
     assert blocker.reason is GateReason.STALE
-    assert "and the policy allows evidence of at most 1 day. Verify again" in blocker.message
+    assert "but the policy allows evidence of at most 1 day. Verify again" in blocker.message

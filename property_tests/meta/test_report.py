@@ -159,14 +159,14 @@ def empty(records: list[Record]) -> list[Record]:
     ("change", "line"),
     [
         (cut, "run run-1: the record of its end is missing"),
-        (cell_gone, "nll[agreement-single-float32]: run run-1 planned it, and has no result of it"),
+        (cell_gone, "nll[agreement-single-float32]: run run-1 planned it, but has no result of it"),
         (start_gone, "run run-1: the record of its start is missing"),
         (stopped, "run run-1: it was stopped: a rank was lost"),
         (a_part, "parts 1/3, 3/3 of the matrix of 9 cells are missing"),
         (another_start, "out.jsonl:5: another line has started or ended this run differently"),
         (
             contradictory,
-            "out.jsonl:3: nll[agreement-single-bfloat16] contradicts its own numbers: its verdict is DISAGREE, and",
+            "out.jsonl:3: nll[agreement-single-bfloat16] contradicts its own numbers: its verdict is DISAGREE, but",
         ),
         (empty, "there is no evidence of any cell"),
     ],

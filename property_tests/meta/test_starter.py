@@ -62,9 +62,9 @@ def test_some_of_them_are_verified_here(spec: str, head: str, lossgate: Lossgate
     [
         (("nlll",), "unknown spec 'nlll'; did you mean 'nll'?"),
         (("nll", "--head", "hiden"), "init: --head hiden: spec 'nll' has no such head; did you mean 'hidden'?"),
-        (("nll", "--name", "my-loss"), "init: --name my-loss: expected a name of Python, such as my_nll"),
-        (("nll", "--name", "class"), "init: --name class: expected a name of Python, such as my_nll"),
-        (("nll", "--name", "kernels"), "init: kernels.py is there already, and stays as it is; choose another --name"),
+        (("nll", "--name", "my-loss"), "init: --name my-loss: expected a valid Python name, such as my_nll"),
+        (("nll", "--name", "class"), "init: --name class: expected a valid Python name, such as my_nll"),
+        (("nll", "--name", "kernels"), "init: kernels.py exists already and is not overwritten; choose another --name"),
         (("nll", "--folder", "kernels.py"), "init: can't write into kernels.py: File exists; choose another --folder"),
     ],
 )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence: JSON lines that say what was verified, written for a gate and read by it.
+"""Evidence: JSON lines that say what was verified.
 
-``records`` has the schema, ``sealed`` the lines and their digests. ``writer`` writes them;
-``reader``, ``gather`` and ``redo`` read them; ``summary``, ``sight`` and ``differences`` compare
-them. Reading needs no torch.
+``records`` has the records, ``schema`` the published schema, and ``sealed`` the lines with their
+digests. ``writer`` writes lines. ``reader`` reads lines, ``gather`` reads files, ``redo`` concludes
+again, and ``summary`` drops the large parts. ``sight`` and ``differences`` compare two gatherings.
+Reading needs no torch.
 """

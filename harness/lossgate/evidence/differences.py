@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between two gatherings of evidence: the cells, and the runs that verified them."""
+"""The differences between two gatherings of evidence: in cells, and in the runs behind them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from lossgate.engine.cell_record import CellKey, CellRecord
 from lossgate.evidence.gather import Gathered, gather
 from lossgate.evidence.reader import Where
+from lossgate.evidence.records import RunRecord
 from lossgate.evidence.sight import Sight, in_words, losses, sight_of
 from lossgate.evidence.summary import CellSummary
 
@@ -29,7 +30,6 @@ class Change(StrEnum):
 
     @property
     def is_worse(self) -> bool:
-        """Whether it is worse than before."""
         return self not in (Change.OTHERWISE, Change.BETTER, Change.APPEARED)
 
 
@@ -40,7 +40,7 @@ class CellChange(NamedTuple):
     key: CellKey
     message: str
     weight: float = 0.0
-    """Sorts the worst of a kind first."""
+    """How bad the change is. The worst of a kind come first."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,10 @@ def read_side(path: Path) -> Side:
 def changes(before: Side, after: Side) -> list[CellChange]:
     """Returns how cells changed, the worst first.
 
-    Cells that contradict their own numbers on either side are left out.
+    A cell that contradicts its own numbers on either side is left out.
     """
-    return sorted(_changes(before, after), key=lambda one: (list(Change).index(one.change), -one.weight))
+    order = list(Change)
+    return sorted(_changes(before, after), key=lambda one: (order.index(one.change), -one.weight))
 
 
 def _changes(before: Side, after: Side) -> Iterator[CellChange]:
@@ -87,10 +88,12 @@ def _changes(before: Side, after: Side) -> Iterator[CellChange]:
             yield from _of_verdict(cell, after.cells[key])
             yield from _of_sight(key, before, after)
     for key, cell in after.cells.items():
-        if key not in before.gathered.cells:
-            change = Change.DISAGREES if _outcome(cell) == "DISAGREE" else Change.APPEARED
-            message = f"was not there; {_why(cell)}" if change is Change.DISAGREES else f"is {_outcome(cell)}"
-            yield CellChange(change, key, message, _margin(cell))
+        if key in before.gathered.cells:
+            continue
+        if _outcome(cell) == "DISAGREE":
+            yield CellChange(Change.DISAGREES, key, f"was not there; {_why(cell)}", _margin(cell))
+        else:
+            yield CellChange(Change.APPEARED, key, f"is {_outcome(cell)}", _margin(cell))
 
 
 def _of_verdict(before: CellSummary, after: CellSummary) -> Iterator[CellChange]:
@@ -104,7 +107,8 @@ def _of_verdict(before: CellSummary, after: CellSummary) -> Iterator[CellChange]
     if now == "DISAGREE":
         yield CellChange(Change.DISAGREES, key, f"was {was}; {_why(after)}", _margin(after))
     elif now == "INCONCLUSIVE":
-        yield CellChange(Change.INCONCLUSIVE, key, f"was {was}; {_why(after)}", inf if after.mde is None else after.mde)
+        effect = inf if after.mde is None else after.mde
+        yield CellChange(Change.INCONCLUSIVE, key, f"was {was}; {_why(after)}", effect)
     elif now == "AGREE":
         yield CellChange(Change.BETTER, key, f"was {was}, is AGREE")
     else:
@@ -112,9 +116,10 @@ def _of_verdict(before: CellSummary, after: CellSummary) -> Iterator[CellChange]
 
 
 def _of_sight(key: CellKey, before: Side, after: Side) -> Iterator[CellChange]:
-    """Yields how a cell that does not disagree lost power.
+    """Yields how a cell lost power, if neither side disagrees.
 
-    A disagreement stops a cell early, so that it has seen little.
+    A disagreement stops a cell early, so its power means little. A cell that agreed and is now
+    INCONCLUSIVE is reported by its verdict.
     """
     was, now = _outcome(before.cells[key]), _outcome(after.cells[key])
     if (was, now) not in (("AGREE", "AGREE"), ("INCONCLUSIVE", "AGREE"), ("INCONCLUSIVE", "INCONCLUSIVE")):
@@ -132,6 +137,7 @@ def _margin(cell: CellSummary) -> float:
 
 
 def _why(cell: CellSummary) -> str:
+    """Returns the first line of the reasons."""
     lines = [line for reason in cell.reasons for line in reason.splitlines()]
     return lines[0] if lines else "it has no reason"
 
@@ -141,7 +147,7 @@ def _symptoms(cell: CellSummary) -> str:
 
 
 def surroundings(before: Gathered, after: Gathered) -> list[str]:
-    """Returns in words what else differs: commit, versions, settings, sources."""
+    """Returns the other differences in words: commits, versions, settings, sources."""
     was, now = _around(before), _around(after)
     return [
         f"{name}: {_either(was.get(name))}, now {_either(now.get(name))}"
@@ -155,18 +161,24 @@ def _either(values: Iterable[str] | None) -> str:
 
 
 def _around(gathered: Gathered) -> dict[str, set[str]]:
-    """Returns the values of all that the newest results of the cells were verified with."""
+    """Returns facts about the newest results, such as ``commit``. Each fact has a set of values."""
     found: dict[str, set[str]] = {}
     newest = gathered.newest.values()
     for name in dict.fromkeys(cell.run for cell in newest):
         if (run := gathered.runs.get(name)) is not None:
-            commit = f"{run.commit} with changes" if run.commit and run.modified else run.commit or "unknown"
-            settings = {f"setting {name}": str(value) for name, value in run.settings.items()}
-            for what, value in {"commit": commit, "host": run.host, **run.versions, **settings}.items():
+            for what, value in _of_run(run).items():
                 found.setdefault(what, set()).add(value)
     for cell in newest:
         found.setdefault("world", set()).add(cell.key.world)
         found.setdefault("device", set()).add(cell.key.device)
-        file = cell.source.rpartition(":")[0]
-        found.setdefault(f"source {file}", set()).add(f"sha256 {(cell.source_digest or 'unknown')[:12]}")
+        digest = (cell.source_digest or "unknown")[:12]
+        found.setdefault(f"source {cell.source_file}", set()).add(f"sha256 {digest}")
     return found
+
+
+def _of_run(run: RunRecord) -> dict[str, str]:
+    commit = run.commit or "unknown"
+    if run.commit and run.modified:
+        commit += " with changes"
+    settings = {f"setting {name}": str(value) for name, value in run.settings.items()}
+    return {"commit": commit, "host": run.host, **run.versions, **settings}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers evidence of many files and runs, and redoes its verdicts on the way."""
+"""Gathers evidence of many files and runs, and redoes its verdicts."""
 
 import gc
 import os
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -14,36 +14,36 @@ from pathlib import Path
 from lossgate.base.errors import UsageError
 from lossgate.engine.cell_record import CellKey, CellRecord
 from lossgate.evidence.reader import DamagedLine, Digested, GoodLine, Line, Where, read_lines
-from lossgate.evidence.records import EndRecord, Record, RunRecord
+from lossgate.evidence.records import EndRecord, RunRecord
 from lossgate.evidence.redo import redo
 from lossgate.evidence.summary import CellSummary, summarize
 
 _AT_ONCE = 64
-"""Lines that are checked at once: the judge's arithmetic is slow for one record alone."""
+"""Lines that are redone together. One by one, the arithmetic of the judge is slow."""
 
 Keep = Callable[[CellRecord, Where], None]
-"""Is given the full record of each cell. Records that are not kept are gone afterwards."""
+"""A function that is given the full record of each cell. ``Gathered`` has only summaries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """What files of evidence say, without the numbers of each problem."""
+    """The content of files of evidence, without the numbers of each problem."""
 
     files: tuple[Digested, ...]
-    """In the order in which they were read."""
+    """The files in the order in which they were read."""
     runs: dict[str, RunRecord]
-    """By name, in order of appearance."""
+    """The runs by name, in order of appearance."""
     starts: dict[str, Where]
     """The line of the record of each run."""
     ends: dict[str, EndRecord]
-    """By the name of the run."""
+    """The ends of runs, by the name of the run."""
     cells: dict[CellKey, tuple[CellSummary, ...]]
-    """All that runs tell of each cell, the newest last; of one time, in order of appearance."""
+    """The results of each cell, the oldest first. Those of one time are in order of appearance."""
     damaged: tuple[DamagedLine, ...]
     contradictory: dict[Where, str]
-    """The lines that contradict their own numbers, and how."""
+    """How lines contradict their own numbers, by line."""
     repeated: tuple[Where, ...]
-    """The lines that start or end a run that another line has started or ended differently."""
+    """The lines that start or end a run although another line has started or ended it."""
 
     @property
     def newest(self) -> dict[CellKey, CellSummary]:
@@ -52,11 +52,11 @@ class Gathered:
 
 
 def gather(files: Sequence[Path], keep: Keep | None = None) -> Gathered:
-    """Reads files of evidence. Lines that are exact copies of another count once.
+    """Reads files of evidence. Exact copies of a line count once.
 
     Args:
-        files: files, or folders of which every ``*.jsonl`` is read, those in subfolders too.
-        keep: is called with the record of each cell, damaged ones excepted.
+        files: files, or folders. Every ``*.jsonl`` in a folder and its subfolders is read.
+        keep: a function that is called with the record of each cell, unless its line is damaged.
 
     Raises:
         UsageError: if a file cannot be read, or a folder holds no evidence.
@@ -68,7 +68,7 @@ def gather(files: Sequence[Path], keep: Keep | None = None) -> Gathered:
 
 
 def files_in(paths: Iterable[Path]) -> list[Path]:
-    """Returns files, and for each folder its ``*.jsonl``, sorted. Each file is there once.
+    """Returns the given files, and every ``*.jsonl`` in the given folders, each file once.
 
     Raises:
         UsageError: if a folder has no such file, or a path can't be followed.
@@ -78,8 +78,10 @@ def files_in(paths: Iterable[Path]) -> list[Path]:
         try:
             is_folder = path.is_dir()
         except (OSError, ValueError) as error:  # its name is too long, or holds a null character
-            raise UsageError(f"can't read {str(path)[:100]}: {getattr(error, 'strerror', None) or error}") from None
-        for file in _in_folder(path) if is_folder else [path]:
+            why = getattr(error, "strerror", None) or error
+            raise UsageError(f"can't read {str(path)[:100]}: {why}") from None
+        inside = _in_folder(path) if is_folder else [path]
+        for file in inside:
             found.setdefault(os.path.realpath(file), file)
     return list(found.values())
 
@@ -104,7 +106,7 @@ class KeptRecords:
         self._records[record.key].append(record)
 
     def by_cell(self) -> dict[CellKey, tuple[CellRecord, ...]]:
-        """Returns all records of each cell, the oldest first, ordered as in ``Gathered``."""
+        """Returns the records of each cell, in the order of ``Gathered.cells``."""
         return {key: tuple(sorted(found, key=lambda r: r.time)) for key, found in self._records.items()}
 
     def newest(self) -> dict[CellKey, CellRecord]:
@@ -113,7 +115,7 @@ class KeptRecords:
 
 
 class _Gatherer:
-    """Takes what lines tell, one by one, and keeps little of it."""
+    """Collects what lines say, and keeps only summaries of cells."""
 
     def __init__(self, keep: Keep | None) -> None:
         self._keep = keep
@@ -147,22 +149,29 @@ class _Gatherer:
             repeated=tuple(self._repeated),
         )
 
-    def _take(self, lines: Sequence[Line]) -> None:
-        redone = iter(redo([record for line in lines if isinstance(record := _record_in(line), CellRecord)]))
+    def _take(self, lines: Iterable[Line]) -> None:
+        cells: list[tuple[CellRecord, GoodLine]] = []
+        for line in self._new(lines):
+            if isinstance(line.record, CellRecord):
+                cells.append((line.record, line))
+            else:
+                self._run(line.record, line.where)
+        redone = redo([record for record, _ in cells])
+        for (record, line), found in zip(cells, redone, strict=True):
+            self._cell(record, line, found.contradiction)
+
+    def _new(self, lines: Iterable[Line]) -> Iterator[GoodLine]:
+        """Yields intact lines, each line once, and remembers damaged lines."""
         for line in lines:
-            record = _record_in(line)
-            contradiction = next(redone).contradiction if isinstance(record, CellRecord) else ""
             if isinstance(line, DamagedLine):
                 self._damaged.append(line)
             elif line.digest not in self._seen:
                 self._seen.add(line.digest)
-                if isinstance(line.record, CellRecord):
-                    self._cell(line.record, line, contradiction)
-                else:
-                    self._run(line.record, line.where)
+                yield line
 
     def _run(self, record: RunRecord | EndRecord, where: Where) -> None:
-        if record.run in (self._runs if isinstance(record, RunRecord) else self._ends):
+        known = self._runs if isinstance(record, RunRecord) else self._ends
+        if record.run in known:
             self._repeated.append(where)
         elif isinstance(record, RunRecord):
             self._starts[record.run] = where
@@ -179,16 +188,12 @@ class _Gatherer:
             self._contradictory[line.where] = contradiction
 
 
-def _record_in(line: Line) -> Record | None:
-    return line.record if isinstance(line, GoodLine) else None
-
-
 @contextmanager
 def _without_collector() -> Generator[None]:
     """Turns the garbage collector off.
 
-    Records make no cycles, and what is not kept is freed at once. The collector would walk through
-    all that is kept again and again: for 100,000 cells it took more than half of 39 s.
+    Records form no cycles, so they are freed without it. It would look at all kept records many
+    times: for 100,000 cells it took more than half of 39 s.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads evidence, line by line. What is wrong with a line is returned, not raised."""
+"""Reads evidence, line by line. A damaged line is returned with a message, without an error."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Digested:
 
 
 class Damage(StrEnum):
-    """What can be wrong with a line."""
+    """The kinds of damage to a line."""
 
     CUT = "cut"
     EDITED = "edited"
@@ -47,17 +47,17 @@ class Damage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DamagedLine:
-    """A line that can't be taken for evidence."""
+    """A line that is no evidence, because it is damaged."""
 
     where: Where
     damage: Damage
     message: str
-    """What is wrong with it, and what to do."""
+    """What is wrong with the line, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class GoodLine:
-    """A line that holds a record, as it was written."""
+    """An intact line, with its record."""
 
     where: Where
     record: Record
@@ -68,7 +68,7 @@ Line = GoodLine | DamagedLine
 
 
 class _Header(msgspec.Struct):
-    """What tells whether a line can be read as a record."""
+    """The fields that say whether this version can read a record."""
 
     kind: str
     schema: str
@@ -82,11 +82,11 @@ _KINDS = ("run", "cell", "end")
 def read_lines(file: Path, digest: "Hash | None" = None) -> Iterator[Line]:
     """Yields the lines of a file of evidence.
 
-    Empty lines are left out, and so are records of a kind that a later version of lossgate added.
+    It leaves out empty lines, and records of a kind that a later version of lossgate added.
 
     Args:
         file: the file.
-        digest: is updated with all that is read.
+        digest: a hash that is updated with every byte of the file.
 
     Raises:
         UsageError: if the file cannot be read.
@@ -96,7 +96,7 @@ def read_lines(file: Path, digest: "Hash | None" = None) -> Iterator[Line]:
             for number, text in enumerate(stream, 1):
                 if digest is not None:
                     digest.update(text)
-                if text.strip() and (line := read_line(Where(str(file), number), text)) is not None:
+                if text.strip() and (line := _read_line(Where(str(file), number), text)) is not None:
                     yield line
     except OSError as error:
         raise UsageError(
@@ -104,8 +104,8 @@ def read_lines(file: Path, digest: "Hash | None" = None) -> Iterator[Line]:
         ) from None
 
 
-def read_line(where: Where, line: bytes) -> Line | None:
-    """Reads one line; returns None for a record of a kind that a later version added."""
+def _read_line(where: Where, line: bytes) -> Line | None:
+    """Reads one line. Returns None if a later version of lossgate added its kind of record."""
     body = line.rstrip(b"\r\n")
     digest = digest_in(body)
     if digest is None:
@@ -118,37 +118,38 @@ def read_line(where: Where, line: bytes) -> Line | None:
         record = _RECORD.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         return _no_record(where, body, error)
-    return GoodLine(where, record, digest) if _is_known(record.schema) else _other_schema(where, record.schema)
+    if not _is_known(record.schema):
+        return _other_schema(where, record.schema)
+    return GoodLine(where, record, digest)
 
 
 def _no_record(where: Where, body: bytes, error: Exception) -> DamagedLine | None:
-    """Returns what is wrong with an intact line; None if a later version added its kind."""
+    """Returns the damage of an intact line that is no record; None if a later version added it."""
+    unreadable = DamagedLine(where, Damage.UNREADABLE, f"it is no record of evidence: {error}")
     try:
         header = _HEADER.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return DamagedLine(where, Damage.UNREADABLE, f"it is no record of evidence: {error}")
+        return unreadable
     if not _is_known(header.schema):
         return _other_schema(where, header.schema)
-    if header.kind not in _KINDS:
-        return None
-    return DamagedLine(where, Damage.UNREADABLE, f"it is no record of evidence: {error}")
+    return unreadable if header.kind in _KINDS else None
 
 
 def _is_known(schema: str) -> bool:
-    """Returns whether a schema differs from ours at most in what it adds."""
+    """Returns whether a schema is ours, or has at most further fields."""
     return schema.partition(".")[0] == SCHEMA.partition(".")[0]
 
 
 def _without_digest(where: Where, body: bytes) -> DamagedLine:
     try:
-        whole = isinstance(msgspec.json.decode(body), dict)
+        is_whole = isinstance(msgspec.json.decode(body), dict)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        whole = False
-    if whole:
+        is_whole = False
+    if is_whole:
         return DamagedLine(
             where,
             Damage.UNREADABLE,
-            "it has no digest: an earlier version of lossgate wrote it, or another program. Verify again",
+            "it has no digest: an earlier version of lossgate or another program wrote it. Verify again",
         )
     return DamagedLine(where, Damage.CUT, "it is cut: it does not end as a line of evidence does. Verify again")
 
@@ -157,6 +158,6 @@ def _other_schema(where: Where, schema: str) -> DamagedLine:
     return DamagedLine(
         where,
         Damage.OTHER_SCHEMA,
-        f"it has schema {schema!r}, and this version of lossgate reads {SCHEMA.partition('.')[0]}.x; "
+        f"it has schema {schema!r}, but this version of lossgate reads {SCHEMA.partition('.')[0]}.x; "
         "read it with the version that wrote it, or verify again",
     )

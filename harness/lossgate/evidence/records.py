@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schema of evidence. A line holds one record: of a run, of a cell, or of the end of a run.
+"""The records of evidence. A line holds one record: of a run, of a cell, or of the end of a run.
 
 ``evidence.schema.json`` is made from these classes and from ``engine/cell_record.py``. A reader
-ignores fields that it does not know, so that a later version of lossgate may tell more. A change
-that an older reader would misread raises the first number of ``SCHEMA``.
+ignores fields that it does not know, so a later version of lossgate may add fields. A change that
+an older reader would misread raises the first number of ``SCHEMA``.
 """
 
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -13,36 +14,36 @@ from msgspec import Meta, Struct
 from lossgate.engine.cell_record import CellKey, CellRecord, Sha256, Time
 from lossgate.engine.output_record import Count
 
-Part = Annotated[str, Meta(pattern=r"^[1-9]\d{0,8}/[1-9]\d{0,8}$", description="A part and their number, as 3/8.")]
+Part = Annotated[str, Meta(pattern=r"^[1-9]\d{0,8}/[1-9]\d{0,8}$", description="Which part of how many, such as 3/8.")]
 
 
 class Matrix(Struct, frozen=True, kw_only=True):
-    """All cells of a run, or of the runs that share them out between them."""
+    """All cells of a run, or of several runs that divided the cells among them."""
 
     cells: Count
     digest: Sha256
-    """Of the names of all cells, sorted. The parts of one matrix have the same."""
+    """The SHA-256 of the sorted names of all cells. All parts of a matrix have the same digest."""
 
 
 class RunRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="run"):
-    """The first record of a run. Each cell and the end of the run name it by ``run``."""
+    """The first record of a run. The records of its cells and of its end have the same ``run``."""
 
     schema: str
     run: str
     """A random name."""
     started: Time
     commit: str | None
-    """Of the working folder, if that is a git checkout."""
+    """The commit of the working folder; null if that is no git checkout."""
     modified: bool | None
-    """Whether files in it differ from the commit; null if that is not known. Files that are not in
-    the commit do not count."""
+    """Whether files of the commit were changed in the working folder; null if that is not known.
+    Further files do not count."""
     host: str
     versions: dict[str, str]
-    """Of lossgate, torch, python, and the machine's kind."""
+    """The versions of lossgate, torch and python, and the kind of machine."""
     settings: dict[str, Any]
-    """How much was verified: the profile's settings, and the seed."""
+    """The settings of the run, and its seed."""
     part: Part | None = None
-    """Which part of the matrix this run verifies; null for all of it."""
+    """The part of the matrix that this run verifies; null for the whole matrix."""
     matrix: Matrix | None = None
     """The whole matrix, if it is known at the start."""
     cells: tuple[CellKey, ...] | None = None
@@ -56,13 +57,22 @@ class EndRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="end"):
     run: str
     finished: Time
     cells: Count
-    """How many cells it has."""
+    """The number of cells that the run wrote."""
     cells_digest: Sha256
-    """Of the digests of their lines, sorted."""
+    """The SHA-256 of the sorted digests of the lines of these cells."""
     stopped: str = ""
-    """In words, why not all cells were verified; empty if they were."""
+    """Why not all cells were verified, in words; empty if they were."""
     planned: tuple[CellKey, ...] | None = None
     """The cells of the run, if they were not known at the start."""
 
 
 Record = RunRecord | CellRecord | EndRecord
+
+
+def parse_time(text: str) -> datetime | None:
+    """Returns the time of a record in UTC, or None if the text is no time."""
+    try:
+        time = datetime.fromisoformat(text)
+        return time.astimezone(UTC) if time.tzinfo is not None else time.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        return None

@@ -48,7 +48,7 @@ def json_schema() -> str:
 
 
 def _notes() -> dict[str, dict[str, str]]:
-    """Returns the string below each field of each record."""
+    """Returns the text below each field of each record class, by class and field."""
     notes: dict[str, dict[str, str]] = {}
     for module in (output_record, cell_record, records):
         for node in ast.parse(inspect.getsource(module)).body:
@@ -62,7 +62,7 @@ def _notes_of(record: ast.ClassDef) -> Iterator[tuple[str, str]]:
         match field, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 yield name, " ".join(text.split())
-            case _:
+            case _:  # this field has no text, or this is no field
                 pass
 
 

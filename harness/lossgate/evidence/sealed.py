@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lines of evidence: a record as JSON, sealed by a digest of its own bytes.
 
-The digest shows that a line was cut or edited by accident. It is no signature: who wants to forge a
-line can seal it anew. A release pipeline signs the gate's statement, which names the evidence by
-digest.
+The digest shows that a line was cut or edited by accident. It is no signature: a forger can seal a
+line again. So a release pipeline signs the statement of the gate, which has the digests of the
+evidence.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def seal(record: Record) -> bytes:
 
 
 def digest_in(line: bytes) -> str | None:
-    """Returns the digest that a line names, or None if it names none at its end."""
+    """Returns the digest at the end of a line, or None if there is none."""
     tail = line[-_LENGTH:]
     if len(tail) != _LENGTH or not tail.startswith(_SEAL) or not tail.endswith(_END):
         return None
@@ -34,16 +34,16 @@ def digest_in(line: bytes) -> str | None:
 
 
 def is_intact(line: bytes) -> bool:
-    """Returns whether the digest of a line is that of its bytes."""
+    """Returns whether the digest at the end of a line is the digest of its bytes."""
     return digest_in(line) == sha256(line[:-_LENGTH] + b"}").hexdigest()
 
 
 def digest_of_cells(digests: list[str]) -> str:
-    """Returns the digest of the cells of a run, whatever order their lines are in."""
+    """Returns the digest of the cells of a run. The order of their lines does not matter."""
     return sha256("".join(sorted(digests)).encode()).hexdigest()
 
 
 def matrix_of(keys: Iterable[CellKey]) -> Matrix:
-    """Returns what identifies a matrix of cells, whatever order they are in."""
+    """Returns the number of cells and their digest. Their order does not matter."""
     names = sorted(set(map(str, keys)))
     return Matrix(cells=len(names), digest=sha256("\n".join(names).encode()).hexdigest())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the problems of a cell could show, and what one record sees less of than another."""
+"""The power of the problems of a cell, and what was lost of it from one record to a later one."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from lossgate.engine.cell_record import CellRecord
 from lossgate.engine.output_record import OutputRecord
 
 FACTOR = 1.5
-"""By which factor the minimum detectable effect of an output must grow, or the share of planted
-errors that are rejected must fall, to be reported as a loss.
+"""A loss is reported if the minimum detectable effect of an output grows, or the share of planted
+errors that are rejected falls, by more than this factor.
 
 Half as many problems made the effect 1.4 to 6 times as large (36 pairs of outputs of cross entropy,
 20 problems and 10). Another seed made it more than 1.4 times as large in 6 of 36 pairs.
@@ -20,32 +20,32 @@ Half as many problems made the effect 1.4 to 6 times as large (36 pairs of outpu
 
 @dataclass(frozen=True, slots=True)
 class SeenOutput:
-    """How sharply an output was compared."""
+    """The power with which an output was compared."""
 
     mde: float
-    """Its minimum detectable effect; infinite if its scale was never compared."""
+    """The minimum detectable effect of the output; infinite if its scale was never compared."""
     planted: dict[str, float]
     """The share of the planted errors that were rejected, by kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sight:
-    """What the problems of a cell could show: all that ``losses`` compares."""
+    """The power of the problems of a cell. ``losses`` compares two of these."""
 
     time: str
     problems: int
     outputs: dict[str, SeenOutput]
-    """Those that were compared."""
+    """The outputs that were compared, by name."""
     covered: frozenset[str]
     """The coverage goals that were reached."""
     killed: int
     unkilled: frozenset[str]
-    """The option mutants that survive, equivalent ones among them."""
+    """The option mutants that survive, including the equivalent ones."""
     needs_adequacy: bool
 
 
 def sight_of(record: CellRecord) -> Sight:
-    """Returns what the problems of a cell could show."""
+    """Returns the power of the problems of a cell."""
     return Sight(
         time=record.time,
         problems=record.problems,
@@ -58,21 +58,21 @@ def sight_of(record: CellRecord) -> Sight:
 
 
 def _seen(output: OutputRecord) -> SeenOutput:
-    planted = {intern(name): rejected for name, rejected in output.planted.items()}
-    return SeenOutput(inf if output.pooled is None else output.pooled.mde, planted)
+    mde = inf if output.pooled is None else output.pooled.mde
+    return SeenOutput(mde, {intern(name): rejected for name, rejected in output.planted.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One thing of which less is seen."""
+    """Something that the later record shows less well, or not at all."""
 
     message: str
     factor: float = inf
-    """By how much less, for those that are no matter of yes or no."""
+    """How many times less is seen; infinite if nothing is."""
 
 
 def losses(before: Sight, after: Sight) -> list[Loss]:
-    """Returns what is seen less of, the gravest first."""
+    """Returns what ``after`` shows less well than ``before``, the gravest loss first."""
     return sorted(_losses(before, after), key=lambda loss: -loss.factor)
 
 
@@ -84,9 +84,8 @@ def _losses(before: Sight, after: Sight) -> Iterator[Loss]:
     if survive := sorted(after.unkilled - before.unkilled):
         yield Loss(f"option mutants that survive now: {', '.join(survive)}")
     elif after.killed < before.killed:
-        yield Loss(
-            f"{before.killed} option mutants were killed, now {after.killed}", before.killed / max(after.killed, 1)
-        )
+        message = f"{before.killed} option mutants were killed, now {after.killed}"
+        yield Loss(message, before.killed / max(after.killed, 1))
     if before.needs_adequacy and not after.needs_adequacy:
         yield Loss("goals and option mutants are not asked for any more")
     for name in sorted(before.outputs.keys() & after.outputs.keys()):
@@ -99,8 +98,8 @@ def _of_output(name: str, before: SeenOutput, after: SeenOutput) -> Iterator[Los
     for error, rejected in before.planted.items():
         now = after.planted.get(error, 0.0)
         if rejected > FACTOR * now:
-            often = f"rejected in {rejected:.0%} of the problems, now in {now:.0%}"
-            yield Loss(f"planted error {error} in {name}: {often}", rejected / now if now else inf)
+            message = f"planted error {error} in {name}: rejected in {rejected:.0%} of the problems, now in {now:.0%}"
+            yield Loss(message, rejected / now if now else inf)
     if after.mde == inf and before.mde < inf:
         yield Loss(f"the scale of {name} is not compared any more")
     elif after.mde > FACTOR * before.mde:

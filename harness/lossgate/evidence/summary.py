@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary of a record: small enough to keep those of 100,000 cells."""
+"""Summaries of records, so small that 100,000 of them fit into memory."""
 
 from sys import intern
 from typing import Any
@@ -10,9 +10,9 @@ from lossgate.engine.cell_record import CellRecord
 from lossgate.evidence.reader import Where
 
 _NUMBERS: dict[str, Any] = {"outputs": (), "coverage": {}, "worst": ()}
-"""The fields of a record that take most of its memory."""
+"""The fields of a record that take most of its memory, emptied."""
 _COMMON = ("run", "spec", "head", "source", "source_digest", "candidate", "property", "layout", "dtype", "time")
-"""The texts that many cells have in common. Each is kept once."""
+"""Texts that many cells have in common. Each text is kept once."""
 
 
 class CellSummary(CellRecord, frozen=True, kw_only=True, gc=False):
@@ -23,8 +23,13 @@ class CellSummary(CellRecord, frozen=True, kw_only=True, gc=False):
     digest: str
     """The digest of that line."""
     content: int = 0
-    """A hash of the record without its run, time, duration and replay command. Other processes have
-    another, unless they were forked from this one."""
+    """A hash of the record without its run, time, duration and replay command. Only hashes of one
+    process and its forks are comparable."""
+
+    @property
+    def source_file(self) -> str:
+        """The file or module that declares the candidate."""
+        return self.source.rpartition(":")[0]
 
 
 def summarize(record: CellRecord, where: Where, digest: str) -> CellSummary:

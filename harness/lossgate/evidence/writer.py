@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes evidence: a consumer of the events of a run. It asks git about the sources."""
+"""Writes evidence of a run, from its events. Git tells whether sources were changed."""
 
 import os
 import platform
@@ -29,7 +29,7 @@ from lossgate.evidence.sealed import digest_in, digest_of_cells, matrix_of, seal
 fcntl: ModuleType | None
 try:
     import fcntl
-except ImportError:  # there are no such locks on Windows
+except ImportError:  # Windows has no such locks
     fcntl = None
 
 
@@ -38,17 +38,17 @@ class EvidenceError(Exception):
 
 
 class AppendedLines:
-    """A file to which lines are added, each whole.
+    """A file to which whole lines are added.
 
-    A line that another run has left half-written stays alone: what is added begins on a new line.
-    Several processes may add to one file. It is opened for each line, so that nothing is left open.
+    If another run left a line half-written, the next line still begins on a new line. Several
+    processes may add to one file. It is opened for each line, so it never stays open.
     """
 
     def __init__(self, path: Path, option: str = "--evidence") -> None:
         self._path, self._option = path, option
 
     def add(self, line: bytes) -> None:
-        """Adds a line, and gives it its end.
+        """Adds a line and a line feed.
 
         Raises:
             EvidenceError: if the file can't be written. What was written before stays.
@@ -56,13 +56,11 @@ class AppendedLines:
         try:
             with self._path.open("ab+", buffering=0) as file, _locked(file):
                 left = memoryview(_before(file) + line + b"\n")
-                while left:  # a write may take less than it is given
-                    left = left[file.write(left) or 0 :]
+                while left:
+                    taken = file.write(left) or 0  # it may be less than is left
+                    left = left[taken:]
         except OSError as error:
-            raise self._error(error) from None
-
-    def _error(self, error: OSError) -> EvidenceError:
-        return EvidenceError(f"{self._option} {self._path}: can't be written: {error.strerror}")
+            raise EvidenceError(f"{self._option} {self._path}: can't be written: {error.strerror}") from None
 
 
 @contextmanager
@@ -78,8 +76,11 @@ def _locked(file: FileIO) -> Generator[None]:
 
 
 def _before(file: FileIO) -> bytes:
-    """Returns what must stand before a new line: the end of a line that has none."""
-    if not file.seekable() or not (size := file.seek(0, os.SEEK_END)):
+    """Returns a line feed if the last line of a file has none, else nothing."""
+    if not file.seekable():  # a pipe, say
+        return b""
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
         return b""
     file.seek(size - 1)
     return b"" if file.read(1) == b"\n" else b"\n"
@@ -103,17 +104,18 @@ class EvidenceWriter:
         """Writes the record of the run.
 
         Args:
-            settings: how much is verified.
-            cells: those of this run, if they are known.
-            matrix: of all runs that share it.
-            part: which part this run is.
+            settings: the settings of the run, and its seed.
+            cells: the cells of this run, if they are known.
+            matrix: the whole matrix, of which this run may be a part.
+            part: the part of the matrix, such as "3/8"; None for the whole.
         """
-        commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+        commit = _git("rev-parse", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no")
         self._add(
             RunRecord(
                 schema=SCHEMA,
                 run=self.run,
-                started=now(),
+                started=_now(),
                 commit=commit,
                 modified=None if changed is None else bool(changed),
                 host=platform.node(),
@@ -136,14 +138,14 @@ class EvidenceWriter:
         """Writes the record of the end.
 
         Args:
-            stopped: why not all cells were verified, if they were not.
+            stopped: why not all cells were verified; empty if they were.
             planned: the cells of this run, if they were not known at the start.
         """
         self._add(
             EndRecord(
                 schema=SCHEMA,
                 run=self.run,
-                finished=now(),
+                finished=_now(),
                 cells=len(self._digests),
                 cells_digest=digest_of_cells(self._digests),
                 stopped=stopped,
@@ -156,9 +158,9 @@ class EvidenceWriter:
 
 
 class EvidenceFile:
-    """Writes what happens in a run of ``lossgate verify``.
+    """Writes the evidence of a run of ``lossgate verify``.
 
-    If the file can't be written, ``tell`` is called once with the reason, and the run goes on.
+    If the file can't be written, it calls ``tell`` once with the reason, and the run goes on.
     """
 
     def __init__(
@@ -176,7 +178,7 @@ class EvidenceFile:
             self._write(event)
         except EvidenceError as error:
             self.error = error
-            self._tell(f"{error}. The verdict will be printed, and this run leaves no evidence that a gate accepts")
+            self._tell(f"{error}. The verdict will be printed, but this run leaves no evidence that a gate accepts")
 
     def _write(self, event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -189,34 +191,37 @@ class EvidenceFile:
         elif isinstance(event, CellSkipped):
             self._skipped += 1
         elif isinstance(event, RunFinished):
-            skipped = f"{counted(self._skipped, 'cell')} not verified, since others failed alike" * bool(self._skipped)
-            self._writer.end(event.stopped or skipped)
+            stopped = event.stopped
+            if self._skipped and not stopped:
+                stopped = f"{counted(self._skipped, 'cell')} not verified, since others failed alike"
+            self._writer.end(stopped)
 
 
 def written(record: CellRecord, run: str, replay: str | None = None) -> CellRecord:
-    """Returns the record of a cell as a line of a run has it.
+    """Returns the record of a cell with the fields that are known when it is written.
 
     Args:
-        record: what came of it.
+        record: the record of the cell.
         run: the name of the run.
         replay: the command that judges its disagreement again, if there is one.
     """
+    file = _file_of(record.source)
     return msgspec.structs.replace(
         record,
         run=run,
         replay=replay,
-        time=now(),
-        source_digest=digest_of_source(record.source),
-        source_modified=is_source_modified(record.source),
+        time=_now(),
+        source_digest=None if file is None else _digest(file),
+        source_modified=None if file is None else _is_modified(file),
     )
 
 
-def now() -> str:
+def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def git(*arguments: str, folder: Path | None = None) -> str | None:
-    """Returns what git prints, or None if it fails: there is no checkout, say."""
+def _git(*arguments: str, folder: Path | None = None) -> str | None:
+    """Returns the output of git, or None if it fails, as outside a checkout."""
     try:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, ValueError, subprocess.SubprocessError):
@@ -224,21 +229,8 @@ def git(*arguments: str, folder: Path | None = None) -> str | None:
     return done.stdout.strip()
 
 
-def digest_of_source(source: str) -> str | None:
-    """Returns the SHA-256 of the file that declares a candidate, if it is a file."""
-    file = _file_of(source)
-    return None if file is None else _digest(file)
-
-
-def is_source_modified(source: str) -> bool | None:
-    """Returns whether the file that declares a candidate differs from the commit, or is not in it;
-    None if git can't say.
-    """
-    file = _file_of(source)
-    return None if file is None else _is_modified(file)
-
-
 def _file_of(source: str) -> Path | None:
+    """Returns the file that declares a candidate; None if a module does."""
     location, _, _ = source.rpartition(":")
     return Path(location).resolve() if location.endswith(".py") else None
 
@@ -253,5 +245,6 @@ def _digest(file: Path) -> str | None:
 
 @cache
 def _is_modified(file: Path) -> bool | None:
-    changed = git("status", "--porcelain", "--ignored", "--", file.name, folder=file.parent)
+    """Returns whether a file differs from its commit or is not in it; None if git can't say."""
+    changed = _git("status", "--porcelain", "--ignored", "--", file.name, folder=file.parent)
     return None if changed is None else bool(changed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a gate asks of a cell: its verdict, how well it was seen, and known failures."""
+"""Judges a cell for a gate: its verdict, how well it was seen, and its known failure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from datetime import date
 from functools import cached_property
 from itertools import pairwise
 
+from lossgate.engine.cell_record import CellKey
 from lossgate.evidence.gather import Gathered
-from lossgate.evidence.records import CellKey
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.gate_verdict import Blocker, GatedCell, GateReason
 from lossgate.gate.kept_properties import NotHeld
@@ -35,28 +35,27 @@ class CellJudge:
     today: date
 
     def judge(self, key: CellKey, others: Sequence[Blocker] = ()) -> GatedCell:
-        """Returns a cell with all that is wrong with it.
+        """Judges a cell.
 
         Args:
             key: the cell.
-            others: what is already known to be wrong with it.
+            others: its blockers from lines and runs.
         """
         results = self.evidence.cells.get(key, ())
         known = self.known_failures.get(key)
-        blockers, excused = list(others), ""
-        if results:
-            blockers += self._lines(results)
-            for summary in results:
-                blockers += self._verdict(summary, known)
-            excused = known.issue if known is not None and not blockers else ""
-        elif known is not None:
+        blockers = [*others, *self._lines(results)]
+        for summary in results:
+            blockers += self._verdict(summary, known)
+        if known is not None and not results:
             where = self.policy.where(known)
-            message = "it is a known failure of the policy, and there is no evidence of it. Verify it, or remove it"
+            message = "it is a known failure of the policy, but there is no evidence of it. Verify it, or remove it"
             blockers.append(Blocker(reason=GateReason.MISSING, message=message, cell=key, where=where))
-        summary = results[-1] if results else None
-        required = key in self.needs or known is not None
         return GatedCell(
-            key=key, summary=summary, required=required, excused=excused, blockers=tuple(dict.fromkeys(blockers))
+            key=key,
+            summary=results[-1] if results else None,
+            required=key in self.needs or known is not None,
+            excused=known.issue if known is not None and not blockers else "",
+            blockers=tuple(dict.fromkeys(blockers)),
         )
 
     @cached_property
@@ -68,7 +67,7 @@ class CellJudge:
         return NotHeld(self.evidence)
 
     def _lines(self, results: Sequence[CellSummary]) -> Iterator[Blocker]:
-        """Yields where lines contradict themselves or each other."""
+        """Yields a blocker for each line that contradicts itself or the line before it."""
         for summary in results:
             if summary.where in self.evidence.contradictory:
                 how = self.evidence.contradictory[summary.where]
@@ -81,30 +80,31 @@ class CellJudge:
                 yield _of(other, GateReason.CONTRADICTORY, message)
 
     def _verdict(self, summary: CellSummary, known: KnownFailureRule | None) -> Iterator[Blocker]:
-        """Yields what is wrong with a result by its verdict."""
+        """Yields the blockers that follow from the verdict of a result."""
         if summary.where in self.evidence.contradictory:
-            return  # it is no evidence
+            return  # its verdict means nothing
         if known is not None:
             yield from self._known(summary, known)
         elif summary.known_failure is not None:
             yield self._not_in_policy(summary)
         elif summary.verdict == "DISAGREE":
             yield _of(summary, GateReason.DISAGREE, "it disagrees", summary.why)
+        elif summary.key in self.needs and summary.verdict == "INCONCLUSIVE":
+            yield _of(summary, GateReason.INCONCLUSIVE, "it is inconclusive", summary.why)
         elif summary.key in self.needs:
-            if summary.verdict != "AGREE":
-                yield _of(summary, GateReason.INCONCLUSIVE, "it is inconclusive", summary.why)
-            else:
-                yield from self._weak(summary, self.needs[summary.key])
+            yield from self._weak(summary, self.needs[summary.key])
 
     def _weak(self, summary: CellSummary, need: Need) -> Iterator[Blocker]:
         if summary.problems < need.min_problems:
             message = (
-                f"it has {summary.problems} problems, and the policy asks for {need.min_problems}; raise --examples"
+                f"it has {summary.problems} problems, but the policy asks for {need.min_problems}; raise --examples"
             )
             yield _of(summary, GateReason.WEAK, message)
-        if summary.mde is None or not summary.mde <= need.max_mde:
-            seen = "no error of scale" if summary.mde is None else f"an error of scale from {summary.mde:.2g} on"
-            message = f"it would have shown {seen}, and the policy asks for {need.max_mde:g}; raise --examples"
+        if summary.mde is None or not summary.mde <= need.max_mde:  # also if it is no number
+            seen = "no error of scale" if summary.mde is None else f"only errors of scale from {summary.mde:.2g} on"
+            message = (
+                f"it would have shown {seen}, but the policy asks for errors from {need.max_mde:g} on; raise --examples"
+            )
             yield _of(summary, GateReason.WEAK, message)
         for name in sorted(need.keeps.difference(summary.kept, [summary.key.property])):
             message = f"it was not held to property {name}, as the policy asks: {self.not_held.why(summary, name)}"
@@ -114,9 +114,14 @@ class CellJudge:
         assert summary.known_failure is not None
         name = summary.known_failure.name
         if summary.failure is None:
-            return _of(summary, GateReason.KNOWN_FAILURE, f"known failure {name} is gone; remove it, and verify again")
+            return _of(
+                summary,
+                GateReason.KNOWN_FAILURE,
+                f"known failure {name} is gone; remove it from the candidate, and verify again",
+            )
         message = (
-            f"it disagrees, and the policy has no [[known_failure]] for {name}; mend it, or add one with its issue"
+            f"it disagrees, and the policy has no [[known_failure]] for {name}; mend the kernel, or add one with its "
+            "issue"
         )
         return _of(summary, GateReason.DISAGREE, message)
 
@@ -125,9 +130,13 @@ class CellJudge:
         named = f"known failure {rule.name} ({self.policy.where(rule)}, {rule.owner}, {rule.issue})"
         if summary.verdict == "INCONCLUSIVE":
             yield _of(summary, GateReason.INCONCLUSIVE, "it is inconclusive", summary.why)
-        elif summary.verdict == "AGREE" or (summary.known_failure is not None and summary.failure is None):
+            return
+        example_agrees = summary.known_failure is not None and summary.failure is None
+        if summary.verdict == "AGREE" or example_agrees:
             yield _of(summary, GateReason.KNOWN_FAILURE, f"{named} no longer fails; remove it from the policy")
-        elif (changed := _changed(summary, rule, self.policy.examples[rule.key])) is not None:
+            return
+        changed = _changed(summary, rule, self.policy.examples[rule.key])
+        if changed is not None:
             yield _of(summary, GateReason.DISAGREE, f"{named} {changed}. It disagrees", summary.why)
         elif self.today > rule.expires:
             message = f"{named} expired on {rule.expires}; mend it, or agree on another day with its owner"
@@ -135,7 +144,7 @@ class CellJudge:
 
 
 def _changed(summary: CellSummary, rule: KnownFailureRule, example: FrozenExample) -> str | None:
-    """Returns how a disagreement is another than the known one, or None if it is the same."""
+    """Returns how a disagreement differs from the known failure, or None if it does not."""
     if (declared := summary.known_failure) is not None:
         if declared.name != rule.name:
             return f"does not excuse {declared.name}, which the candidate declares"
@@ -143,14 +152,14 @@ def _changed(summary: CellSummary, rule: KnownFailureRule, example: FrozenExampl
             return f"has another frozen example than the candidate: {rule.example} is not the file that was judged"
         return None if declared.expected else "fails in another way than its frozen example"
     if summary.failure is None:
-        return "is of one problem, and this disagrees only when its problems are pooled"
+        return "is of one problem, but this cell disagrees only over all problems pooled"
     if new := [symptom for symptom in summary.symptoms if symptom not in example.symptoms]:
-        return f"does not fail in {', '.join(new)}, as this does"
+        return f"does not fail in {', '.join(new)}, as this cell does"
     return None
 
 
 def _difference(one: CellSummary, other: CellSummary) -> str:
-    """Returns in what two results of one cell differ, or "" if they are the same."""
+    """Returns the fields in which two results of one cell differ; empty if they are the same."""
     if one.content == other.content:
         return ""
     fields = ("verdict", "problems", "comparisons", "mde", "source_digest", "symptoms", "known_failure")

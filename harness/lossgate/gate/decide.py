@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decision of a gate: evidence is held to a policy. What cannot be seen is no pass."""
+"""Decides whether a gate is open: holds evidence to a policy. Missing evidence closes it."""
 
 from collections import defaultdict
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
+from lossgate.engine.cell_record import CellKey
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.reader import Digested
-from lossgate.evidence.records import CellKey
 from lossgate.gate.cells import CellJudge, Need
 from lossgate.gate.gate_verdict import Blocker, GateReason, GateVerdict
 from lossgate.gate.kept_properties import check_property_names
@@ -20,13 +20,13 @@ def decide(evidence: Gathered, policy: Policy, now: datetime, commit: str | None
     """Holds evidence to a policy. The same arguments give the same verdict.
 
     Args:
-        evidence: all that there is.
+        evidence: all evidence for the release.
         policy: what a release needs.
-        now: the time, from which the age of evidence counts.
+        now: the time at which the age of evidence is measured.
         commit: the commit that is to be released; all evidence must be of it.
 
     Raises:
-        UsageError: if the policy names a property that there is not.
+        UsageError: if the policy names a property that does not exist.
     """
     check_property_names(policy, evidence)
     runs = runs_of(evidence)
@@ -72,7 +72,7 @@ def _of_runs(runs: list[Run], policy: Policy, now: datetime, commit: str | None)
 
 
 def _needs(evidence: Gathered, policy: Policy) -> tuple[dict[CellKey, Need], list[Blocker]]:
-    """Returns the required cells that are there, and what is required and missing."""
+    """Returns the need of each required cell that is there, and a blocker for each unmet demand."""
     known = KnownCells(evidence.cells)
     needs: dict[CellKey, Need] = {}
     unmet: list[Blocker] = []
@@ -89,7 +89,7 @@ def _needs(evidence: Gathered, policy: Policy) -> tuple[dict[CellKey, Need], lis
 
 def _missing(demand: Demand, where: str) -> Blocker:
     if demand.key is not None:
-        what = f"there is no evidence of it, and {where} asks for it"
+        what = f"there is no evidence of it, but {where} asks for it"
     else:
         what = f"{demand}, which {where} asks for"
     return Blocker(
@@ -105,13 +105,14 @@ def _strictest(one: Need, other: Need) -> Need:
 
 
 def _sources(runs: list[Run]) -> tuple[Digested, ...]:
-    pairs = {(cell.source.rpartition(":")[0], cell.source_digest) for run in runs for cell in run.cells}
+    pairs = {(cell.source_file, cell.source_digest) for run in runs for cell in run.cells}
     return tuple(Digested(file=file, sha256=digest) for file, digest in sorted(pairs, key=str) if digest is not None)
 
 
 def _versions(runs: list[Run]) -> dict[str, tuple[str, ...]]:
     found: defaultdict[str, set[str]] = defaultdict(set)
     for run in runs:
-        for name, version in (run.record.versions if run.record is not None else {}).items():
-            found[name].add(version)
+        if run.record is not None:
+            for name, version in run.record.versions.items():
+                found[name].add(version)
     return {name: tuple(sorted(found[name])) for name in sorted(found)}

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a gate says: whether it is open, and all that keeps it closed."""
+"""The verdict of a gate: whether it is open, and every reason that keeps it closed."""
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import cached_property
 from typing import Self
 
+from lossgate.engine.cell_record import CellKey
 from lossgate.evidence.reader import Digested
-from lossgate.evidence.records import CellKey
 from lossgate.evidence.summary import CellSummary
 
 
 class Committed(IntEnum):
-    """Whether files were as in their commit; the worse, the larger."""
+    """Whether files were as in their commit. A worse answer is a larger number."""
 
     YES = 0
     UNKNOWN = 1
@@ -20,18 +20,18 @@ class Committed(IntEnum):
     NO = 2
 
     @classmethod
-    def of(cls, modified: bool | None) -> Self:
-        """Returns it of what evidence says: whether files differ, or None if git could not say."""
-        return cls({False: cls.YES, None: cls.UNKNOWN, True: cls.NO}[modified])
+    def of(cls, modified: bool | None) -> "Committed":
+        """Converts what evidence says: whether files differ, or None if git could not say."""
+        if modified is None:
+            return cls.UNKNOWN
+        return cls.NO if modified else cls.YES
 
 
 class GateReason(StrEnum):
-    """Why a gate is closed, the gravest reason first. Everything that shows reasons shows them in
-    this order.
-    """
+    """Why a gate is closed. The gravest reason comes first, and every report keeps this order."""
 
     meaning: str
-    """What it means, for people who meet it for the first time."""
+    """What the reason means, for people who meet it for the first time."""
     way_out: str
     """What to do about it."""
 
@@ -44,7 +44,10 @@ class GateReason(StrEnum):
     DISAGREE = (
         "disagree",
         "A kernel disagrees with its reference, and no known failure of the policy excuses it.",
-        "Run the replay command to see it again, and mend the kernel. A known failure that expired or changed is none.",
+        (
+            "Run the replay command to see it again, and mend the kernel. A known failure that expired or changed "
+            "excuses nothing."
+        ),
     )
     KNOWN_FAILURE = (
         "known failure",
@@ -112,7 +115,7 @@ class Blocker:
     why: str = ""
     """What evidence says of the cell, in one line; empty if the message says it all."""
     cell: CellKey | None = None
-    """The cell that it is about; None if it is about more."""
+    """The cell that the reason is about; None if it is not about a single cell."""
     where: str = ""
     """``file:line`` of the evidence, or of the policy."""
 
@@ -124,11 +127,11 @@ class Blocker:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedCell:
-    """A cell that the policy asks for or that evidence tells of."""
+    """A cell that the policy asks for or that is in the evidence."""
 
     key: CellKey
     summary: CellSummary | None
-    """What evidence tells of it; None if it is missing."""
+    """Its newest result in the evidence; None if it is missing."""
     required: bool = True
     """Whether a rule of the policy asks for it."""
     excused: str = ""
@@ -147,26 +150,26 @@ class GatedCell:
 
 @dataclass(frozen=True, kw_only=True)
 class GateVerdict:
-    """What a gate says of evidence."""
+    """The verdict of a gate on evidence."""
 
     general: tuple[Blocker, ...]
-    """What keeps the gate closed and is about no single cell."""
+    """The reasons that are about no single cell."""
     cells: tuple[GatedCell, ...]
-    """In the order of their keys."""
+    """The cells, in the order of their keys."""
     policy: Digested
     evidence: tuple[Digested, ...]
     commits: tuple[str, ...]
-    """Of the evidence, sorted."""
+    """The commits of the evidence, sorted."""
     committed: Committed
-    """Whether the evidence is of files as the commits have them."""
+    """Whether the verified files were as in their commits."""
     sources: tuple[Digested, ...]
-    """The files that declare the candidates, as they were when they were verified."""
+    """The files that declare the candidates, with their digests when they were verified."""
     versions: dict[str, tuple[str, ...]]
-    """Each version in the evidence: of lossgate, torch, python."""
+    """Every version in the evidence, by name, such as ``torch``."""
 
     @cached_property
     def blockers(self) -> tuple[Blocker, ...]:
-        """All that keeps the gate closed: what is about no single cell first, then cell by cell."""
+        """All reasons: first those that are about no single cell, then those of each cell."""
         return (*self.general, *(blocker for cell in self.cells for blocker in cell.blockers))
 
     @property
@@ -175,7 +178,8 @@ class GateVerdict:
 
     @property
     def code(self) -> GateCode:
-        """Only a disagreement that nothing excuses gives 1."""
+        """The exit code. It is 1 only for a disagreement that nothing excuses."""
         if self.passes:
             return GateCode.OPEN
-        return GateCode.DISAGREE if any(b.reason is GateReason.DISAGREE for b in self.blockers) else GateCode.CLOSED
+        disagrees = any(blocker.reason is GateReason.DISAGREE for blocker in self.blockers)
+        return GateCode.DISAGREE if disagrees else GateCode.CLOSED

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a first policy from evidence at hand: it asks for exactly the cells that are there."""
+"""Writes a first policy from evidence. It asks for exactly the cells of the evidence."""
 
 import json
 from collections import defaultdict
@@ -10,8 +10,8 @@ from pathlib import Path
 from msgspec.structs import astuple
 
 from lossgate.base.errors import UsageError
-from lossgate.engine.cell_record import KnownFailureRecord
-from lossgate.evidence.records import CellKey, RunRecord
+from lossgate.engine.cell_record import CellKey, KnownFailureRecord
+from lossgate.evidence.records import RunRecord
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.gate_verdict import Committed
 from lossgate.gate.patterns import escape
@@ -20,10 +20,11 @@ from lossgate.gate.runs import all_committed
 from lossgate.judge.pooling import LARGEST_MDE
 
 _Tuples = frozenset[tuple[str, ...]]
-Box = tuple[tuple[str, ...], ...]
-"""A list of names for each part of a cell. It stands for every combination of them."""
+_Box = tuple[tuple[str, ...], ...]
+"""A list of names for each part of a cell's key. It stands for every combination of them."""
 
-_WIDTH = 100
+_WIDTH = 80
+"""Longer lists take a line for each name."""
 _NAMED = 5
 """How many cells a comment names."""
 _LISTS = ("candidates", "properties", "layouts", "dtypes", "worlds", "devices")
@@ -73,14 +74,14 @@ def first_policy(
 ) -> str:
     """Returns the text of a policy that asks for each cell of the evidence, and for no other.
 
-    What nobody but its owner can know of a known failure is left as a comment. The policy can't be
-    loaded until that is filled in.
+    Fields of a known failure that only its owner knows are left as comments. The policy can't be
+    loaded until they are filled in.
 
     Args:
-        summaries: the results of cells; of several of one cell, the last is the newest. Cells that
-            did not pass are asked for too.
+        summaries: the results of cells, the newest of a cell last. The policy also asks for cells
+            that did not pass.
         runs: the runs of the evidence.
-        examples: the failure files at hand by their SHA-256, as the policy shall name them.
+        examples: the failure files at hand, by their SHA-256. The policy names their paths.
 
     Raises:
         UsageError: if there is no cell.
@@ -89,7 +90,7 @@ def first_policy(
     by_key = {result.key: result for result in results}
     if not by_key:
         raise UsageError(
-            "no first policy: the evidence has no cell; verify first, as with lossgate verify FILE --evidence out.jsonl"
+            "no first policy: the evidence has no cell. Verify first: lossgate verify FILE --evidence out.jsonl"
         )
     known = {key: summary.known_failure for key, summary in sorted(by_key.items()) if summary.known_failure}
     by_name = {run.run: run for run in runs}
@@ -103,7 +104,7 @@ def first_policy(
 
 _OF_FILES = {
     Committed.YES: "",
-    Committed.UNKNOWN: "\n# Of the files of the evidence at hand, that is not known.",
+    Committed.UNKNOWN: "\n# For the evidence at hand, git could not say.",
     Committed.NO: "\n# The evidence at hand is of such files: commit them, verify again, and write true.",
 }
 
@@ -111,7 +112,7 @@ _OF_FILES = {
 def _top(runs: Sequence[RunRecord], committed: Committed) -> str:
     commits = {run.commit for run in runs}
     none = " The evidence at hand names none." if None in commits else ""
-    several = f" The evidence at hand is of {len(commits)}." if len(commits) > 1 else ""
+    several = f" The evidence at hand is of {len(commits)} commits." if len(commits) > 1 else ""
     same = EvidenceRules().same_versions
     mixed = [name for name in same if len({run.versions.get(name) for run in runs}) > 1]
     return _TOP.format(
@@ -123,28 +124,28 @@ def _top(runs: Sequence[RunRecord], committed: Committed) -> str:
     )
 
 
-def _rule(box: Box, cells: Sequence[CellSummary], runs: Mapping[str, RunRecord]) -> str:
+def _rule(box: _Box, cells: Sequence[CellSummary], runs: Mapping[str, RunRecord]) -> str:
     lists = [
         f"{name} = {_list(map(escape, names))}\n"
         for name, names in zip(_LISTS, box, strict=True)
         if names != _USUAL.get(name)
     ]
-    passed = [cell for cell in cells if cell.verdict == "AGREE"] or cells  # the others stop early
+    passed = [cell for cell in cells if cell.verdict == "AGREE"] or cells  # cells that fail stop early
     least = _LEAST.format(problems=max(1, min(_tried(cell, runs) for cell in passed)), mde=LARGEST_MDE)
     return "".join(("\n", *_comments(cells), "[[require]]\n", *lists, least))
 
 
 def _tried(cell: CellSummary, runs: Mapping[str, RunRecord]) -> int:
-    """Returns how many problems a run like that of a cell tries in any case.
+    """Returns how many problems every run with the same settings tries in a cell.
 
-    A search adds some of its own, and how many it adds changes with the seed.
+    A search adds problems, but how many it adds depends on the seed.
     """
     examples = runs[cell.run].settings.get("examples") if cell.run in runs else None
     return min(cell.problems, examples) if isinstance(examples, int) else cell.problems
 
 
 def _comments(cells: Sequence[CellSummary]) -> Iterator[str]:
-    """Yields what keeps these cells from passing as they are."""
+    """Yields comments on the cells that do not pass."""
     known = [cell for cell in cells if cell.known_failure]
     if known:
         yield "# These have known failures; see below.\n"
@@ -164,25 +165,27 @@ def _known_failure(key: CellKey, record: KnownFailureRecord, examples: Mapping[s
         example = f"# No file at hand has the SHA-256 {record.example}.\n"
         example += '# example = "failures/failure.json"'
     else:
-        example = f"example = {quoted(found.as_posix())}"
+        example = f"example = {_quoted(found.as_posix())}"
     return _KNOWN.format(
-        key="\n".join(f"{part} = {quoted(name)}" for part, name in named), name=quoted(record.name), example=example
+        key="\n".join(f"{part} = {_quoted(name)}" for part, name in named), name=_quoted(record.name), example=example
     )
 
 
 def _on_one_line(key: CellKey) -> str:
-    """Returns a key with nothing in it that would end a comment."""
-    return quoted(str(key))[1:-1]
+    """Returns a key as text that can't end a comment."""
+    return _quoted(str(key))[1:-1]
 
 
 def _list(names: Iterable[str]) -> str:
-    """Returns a TOML list: on one line if it fits."""
-    items = [quoted(name) for name in names]
+    """Returns a TOML list, on one line if it fits."""
+    items = [_quoted(name) for name in names]
     line = f"[{', '.join(items)}]"
-    return line if len(line) <= _WIDTH - 20 else "".join(("[\n", *(f"    {item},\n" for item in items), "]"))
+    if len(line) <= _WIDTH:
+        return line
+    return "".join(("[\n", *(f"    {item},\n" for item in items), "]"))
 
 
-def quoted(text: str) -> str:
+def _quoted(text: str) -> str:
     """Returns a text as a TOML string on one line."""
     return "".join(map(_printable, json.dumps(text, ensure_ascii=False)))
 
@@ -193,25 +196,26 @@ def _printable(character: str) -> str:
     return f"\\u{ord(character):04x}" if ord(character) < 2**16 else f"\\U{ord(character):08x}"
 
 
-def boxes(cells: Collection[tuple[str, ...]]) -> list[Box]:
-    """Returns boxes that have no cell in common, and together exactly the given cells.
+def boxes(cells: Collection[tuple[str, ...]]) -> list[_Box]:
+    """Returns boxes that together hold exactly the given cells, each cell in one box.
 
-    Names of the first part that go with the same combinations of the others share a box; and so on
-    for the next part. A full product is one box. All names are sorted.
+    Names of the first part share a box if they come with the same combinations of the other parts.
+    These combinations are divided into boxes likewise. A full product is one box. All names are
+    sorted.
     """
     return sorted(_boxes(frozenset(cells)))
 
 
-def _boxes(cells: _Tuples) -> Iterator[Box]:
-    if () in cells:
+def _boxes(cells: _Tuples) -> Iterator[_Box]:
+    if () in cells:  # no part is left
         yield ()
         return
-    tails: defaultdict[str, set[tuple[str, ...]]] = defaultdict(set)
+    by_first: defaultdict[str, set[tuple[str, ...]]] = defaultdict(set)
     for first, *rest in cells:
-        tails[first].add(tuple(rest))
-    sharing: defaultdict[_Tuples, list[str]] = defaultdict(list)
-    for first, own in tails.items():
-        sharing[frozenset(own)].append(first)
-    for own, names in sharing.items():
-        for box in _boxes(own):
+        by_first[first].add(tuple(rest))
+    by_rests: defaultdict[_Tuples, list[str]] = defaultdict(list)
+    for first, rests in by_first.items():
+        by_rests[frozenset(rests)].append(first)
+    for rests, names in by_rests.items():
+        for box in _boxes(rests):
             yield tuple(sorted(names)), *box

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The properties in ``keeps`` of a policy: their names, and why a cell was not held to one."""
+"""Checks the names in ``keeps`` of a policy, and says why a cell was not held to a property."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -10,8 +10,8 @@ from typing import Any
 from lossgate.base.errors import UsageError
 from lossgate.base.layout import Layout
 from lossgate.base.spelling import nearest
+from lossgate.engine.cell_record import CellKey
 from lossgate.evidence.gather import Gathered
-from lossgate.evidence.records import CellKey
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.policy import Policy
 from lossgate.gate.rules import Rule
@@ -51,17 +51,17 @@ BUILT_IN = (
     "upstream-one",
     "upstream-zero",
 )
-"""The properties of lossgate. Their registry would know them, and needs torch; a gate does not."""
+"""The properties of lossgate. Their registry needs torch, but a gate must run without it."""
 _AGREEMENT = "agreement"
-"""The property in whose cells all others are checked."""
+"""All other properties are checked in cells of this one."""
 
 
 def check_property_names(policy: Policy, evidence: Gathered) -> None:
     """Checks the names of properties that rules have in ``keeps``.
 
-    Users register properties of their own, and a gate does not load their files. It knows those
-    that evidence names. A cell that disagrees names none, because it is held to nothing further: so
-    a rule is only checked if one of its cells agrees.
+    Users register their own properties, but a gate does not load their files. It knows them from
+    evidence. A cell that disagrees names no further property, because none was checked on it. So a
+    rule is checked only if one of its cells agrees.
 
     Raises:
         UsageError: for the first name that is neither built in nor in the evidence.
@@ -71,15 +71,16 @@ def check_property_names(policy: Policy, evidence: Gathered) -> None:
         for name in rule.keeps:
             if name not in known and _agrees_somewhere(rule, evidence):
                 raise UsageError(
-                    f"{policy.where(rule)}: [[require]] keeps={name!r}: there is no such property in lossgate, "
-                    f"and the evidence has none; {nearest(name, known)}"
+                    f"{policy.where(rule)}: [[require]] keeps={name!r}: neither lossgate nor the evidence has "
+                    f"such a property; {nearest(name, known)}"
                 )
 
 
 def _named_by(evidence: Gathered) -> Iterator[str]:
     for run in evidence.runs.values():
         named = run.settings.get("properties")
-        yield from (str(name) for name in (named if isinstance(named, list | tuple) else ()))
+        if isinstance(named, list | tuple):
+            yield from (str(name) for name in named)
     for key, results in evidence.cells.items():
         yield key.property
         for cell in results:
@@ -93,25 +94,25 @@ def _agrees_somewhere(rule: Rule, evidence: Gathered) -> bool:
 
 @dataclass(frozen=True)
 class NotHeld:
-    """Knows what evidence tells of the properties of cells.
+    """Says why cells that agree were not held to a property.
 
-    The settings of a cell's run say to which properties it was to be held. Whether one applies to a
-    candidate is seen in the candidate's other cells.
+    The settings of a run name the properties to which its cells were to be held. The other cells of
+    a candidate show whether a property applies to it.
     """
 
     evidence: Gathered
 
     def why(self, cell: CellSummary, name: str) -> str:
-        """Returns why a cell that agrees was not held to a property, and what to do."""
+        """Returns why a cell was not held to a property, and what to do."""
         if reason := cell.exempt.get(name):
-            return f"the candidate is exempt, because {reason}. Take that back, or the property out of the policy"
+            return f"the candidate is exempt, because {reason}. Remove the exemption, or the property from the policy"
         if name in cell.held_to:
             return f"none of its {cell.problems} problems says anything about it; raise --examples"
         if cell.key.property != _AGREEMENT:
             flags = " ".join(f"--property {one}" for one in dict.fromkeys((_AGREEMENT, name)))
             return (
-                f"it is a cell of {cell.key.property} alone, and only cells of {_AGREEMENT} are held to others. Verify "
-                f'with {flags}, and write properties = ["{_AGREEMENT}"] in the rule'
+                f"this cell was verified for {cell.key.property} alone; only cells of {_AGREEMENT} are held to further "
+                f'properties. Verify with {flags}, and write properties = ["{_AGREEMENT}"] in the rule'
             )
         return self._by_settings(cell, name, self._settings(cell))
 
@@ -121,24 +122,17 @@ class NotHeld:
         if settings["properties"] and name not in settings["properties"]:
             named = ", ".join(map(str, settings["properties"]))
             return (
-                f"its run names the properties {named} alone. Verify with --property {name} beside these, or name none "
+                f"its run checked only the properties {named}. Verify with --property {name} in addition, or name none "
                 "(--property, or properties in pyproject.toml)"
             )
         asked = self._asked[cell.key.candidate]
         applies = any(name in properties for properties in asked)
         if _is_large(cell.key, settings) and (applies or not asked):
-            most = settings["property_ranks"]
-            if settings.get("matrix") == "covering":
-                return (
-                    "its run checks it on few layouts. Verify with --matrix full, or leave such layouts and dtypes out "
-                    "of the rule"
-                )
-            return (
-                f"its run checks it on at most {most} ranks on an axis. Raise property_ranks = {most} in "
-                "pyproject.toml, or leave such layouts out of the rule"
-            )
+            return _of_large(settings)
         if applies:
-            return "the evidence does not say why: other cells of the candidate were. Verify all of them again"
+            return (
+                "the evidence does not say why: other cells of the candidate were held to it. Verify all of them again"
+            )
         unknown = "" if name in BUILT_IN else ", or the run did not load the file that registers it"
         return (
             f"it does not apply to this candidate{unknown}. Leave it out of keeps, or give the candidate its own rule"
@@ -150,27 +144,38 @@ class NotHeld:
 
     @cached_property
     def _asked(self) -> Mapping[str, list[tuple[str, ...]]]:
-        """By candidate, the properties of each cell that agrees and is held to all that apply."""
+        """For each candidate, the properties of its cells that agree and were held to all."""
         found: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)
         for key, cell in self.evidence.newest.items():
             settings = self._settings(cell)
-            everything = "property_ranks" in settings and not settings.get("properties")
-            if everything and cell.verdict == "AGREE" and not _is_large(key, settings):
+            names_none = "property_ranks" in settings and not settings.get("properties")
+            if names_none and cell.verdict == "AGREE" and not _is_large(key, settings):
                 found[key.candidate].append(cell.held_to)
         return found
 
 
 def _is_large(key: CellKey, settings: Mapping[str, Any]) -> bool:
-    """Returns whether most properties are left out on a cell's layout."""
+    """Returns whether the layout of a cell is so large that its run leaves out most properties."""
     if settings.get("layouts") or settings.get("properties"):
         return False
     try:
         layout = Layout.parse(key.layout)
-        return layout.ranks > 1 if settings.get("matrix") == "covering" else _most(layout) > settings["property_ranks"]
+        if settings.get("matrix") == "covering":
+            return layout.ranks > 1
+        return max(layout.sizes.values()) > settings["property_ranks"]
     except (UsageError, ValueError, TypeError):  # evidence may hold anything
         return False
 
 
-def _most(layout: Layout) -> int:
-    """Returns the ranks on the axis that has most."""
-    return max(layout.sizes.values())
+def _of_large(settings: Mapping[str, Any]) -> str:
+    """Returns why a property was not checked on a large layout, and what to do."""
+    if settings.get("matrix") == "covering":
+        return (
+            "its run checks it on few layouts. Verify with --matrix full, or leave such layouts and dtypes out of the "
+            "rule"
+        )
+    most = settings["property_ranks"]
+    return (
+        f"its run checks it on at most {most} ranks on an axis. Raise property_ranks = {most} in pyproject.toml, or "
+        "leave such layouts out of the rule"
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cells a rule of a policy asks for, given the cells that evidence tells of."""
+"""Finds the cells of evidence that a rule of a policy asks for."""
 
 import re
 from collections import defaultdict
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import astuple
 
-from lossgate.evidence.records import CellKey
+from lossgate.engine.cell_record import CellKey
 
 Patterns = tuple[str, ...]
 Rest = tuple[str, str, str, str, str]
@@ -22,7 +22,7 @@ _USUAL = {"world": "simulated", "device": "cpu"}
 _WILDCARDS = re.compile(r"[*?[]")
 _ESCAPED = re.compile(r"\[([*?[])\]")
 _REMEMBERED = 2**16
-"""Answers that are kept. Beside candidates, few names and patterns are ever asked for."""
+"""How many answers a function remembers. Apart from candidates, names and patterns are few."""
 
 
 @lru_cache(_REMEMBERED)
@@ -59,7 +59,7 @@ class Demand(NamedTuple):
     candidate: str | None
     """The candidate, or None if there is none that matches the pattern."""
     wanted: Rest
-    """A pattern for each other part; the first of each list if there is no candidate."""
+    """The patterns for the other parts; the first combination if there is no candidate."""
     cells: tuple[CellKey, ...]
     """The cells that meet the demand; none if it is not met."""
 
@@ -81,12 +81,13 @@ class Demand(NamedTuple):
             return f"no candidate matches {self.pattern}"
         named = {name: pattern for name, pattern in zip(_PARTS, self.wanted, strict=True) if pattern != "*"}
         shown = {name: pattern for name, pattern in named.items() if _USUAL.get(name) != pattern} or named
-        ending = ", ".join(f"{name} {pattern}" for name, pattern in shown.items())
-        return f"{self.candidate}: no cell{' with ' * bool(ending)}{ending}"
+        if not shown:
+            return f"{self.candidate}: no cell"
+        return f"{self.candidate}: no cell with {', '.join(f'{name} {pattern}' for name, pattern in shown.items())}"
 
 
 class KnownCells:
-    """The cells that evidence tells of, by candidate. Make it once for all rules."""
+    """The cells of the evidence, by candidate. One object serves all rules."""
 
     def __init__(self, keys: Iterable[CellKey]) -> None:
         self.by_candidate: defaultdict[str, list[tuple[CellKey, Rest]]] = defaultdict(list)
@@ -96,15 +97,15 @@ class KnownCells:
 
 
 def demands(candidates: Patterns, others: tuple[Patterns, ...], known: KnownCells) -> Iterator[Demand]:
-    """Yields what a rule asks for, each with the cells that meet it, in the order of the rule.
+    """Yields the demands of a rule, each with the cells that meet it, in the order of the rule.
 
-    A candidate that is named must be there, and a pattern must match at least one. Of each such
-    candidate, each combination of the other patterns must match at least one cell.
+    A named candidate must be in the evidence, and a pattern must match at least one candidate. For
+    each of these candidates, each combination of the other patterns must match at least one cell.
 
     Args:
         candidates: the patterns for candidates.
-        others: those for properties, layouts, dtypes, worlds and devices.
-        known: the cells that evidence tells of.
+        others: the patterns for properties, layouts, dtypes, worlds and devices.
+        known: the cells of the evidence.
     """
     asked: list[Rest] = list(product(*others))  # pyright: ignore[reportAssignmentType]
     done = set[str]()
@@ -113,15 +114,19 @@ def demands(candidates: Patterns, others: tuple[Patterns, ...], known: KnownCell
         if not chosen:
             yield Demand(pattern, None, asked[0], ())
         for candidate in chosen:
-            if candidate not in done:
-                done.add(candidate)
-                met = _met(others, known.by_candidate.get(candidate, ()))
-                yield from (Demand(pattern, candidate, wanted, tuple(met.get(wanted, ()))) for wanted in asked)
+            if candidate in done:
+                continue
+            done.add(candidate)
+            met = _met(others, known.by_candidate.get(candidate, ()))
+            yield from (Demand(pattern, candidate, wanted, tuple(met.get(wanted, ()))) for wanted in asked)
 
 
 def _chosen(pattern: str, known: KnownCells) -> list[str]:
+    """Returns the candidates that a pattern asks for. A name may have no cells."""
     name = literal(pattern)
-    return [name] if name is not None else sorted(c for c in known.by_candidate if fits(pattern, c))
+    if name is not None:
+        return [name]
+    return sorted(candidate for candidate in known.by_candidate if fits(pattern, candidate))
 
 
 def _met(
@@ -137,6 +142,6 @@ def _met(
 
 @lru_cache(_REMEMBERED)
 def _matching(others: tuple[Patterns, ...], rest: Rest) -> Sequence[tuple[str, ...]]:
-    """Returns the combinations of patterns that match a cell of whatever candidate."""
+    """Returns the combinations of patterns that match a cell, whatever its candidate is."""
     each = [[p for p in patterns if fits(p, name)] for patterns, name in zip(others, rest, strict=True)]
     return list(product(*each))

@@ -13,8 +13,8 @@ import msgspec
 
 from lossgate.base.errors import UsageError
 from lossgate.base.spelling import shown
+from lossgate.engine.cell_record import CellKey
 from lossgate.engine.toml_tables import parse_toml, read_table
-from lossgate.evidence.records import CellKey
 from lossgate.gate.rules import EvidenceRules, KnownFailureRule, PolicyFile, Rule
 
 SCHEMA_FILE = Path(__file__).with_name("policy.schema.json")
@@ -42,7 +42,7 @@ class Policy:
     examples: Mapping[CellKey, FrozenExample] = field(default_factory=dict[CellKey, FrozenExample])
     """The frozen example of each known failure, by its cell."""
     lines: Mapping[Rule | KnownFailureRule, int] = field(default_factory=dict[Rule | KnownFailureRule, int])
-    """Where rules begin in the file, of those of which it is known."""
+    """The line at which each rule begins in the file. Rules whose line is unknown are missing."""
 
     def where(self, rule: Rule | KnownFailureRule) -> str:
         """Returns the place of a rule, as ``ci/gate.toml:12``."""
@@ -78,14 +78,16 @@ def load_policy(file: Path) -> Policy:
 
 
 def _lines(content: bytes, name: str, rules: tuple[Rule | KnownFailureRule, ...]) -> dict[Rule | KnownFailureRule, int]:
-    """Returns the lines of the headers ``[[name]]``.
+    """Returns the line of the header ``[[name]]`` of each rule.
 
-    The library that reads TOML tells no lines. If there are not as many headers as rules, because a
-    rule is written in another way, nothing is returned.
+    The library that reads TOML gives no line numbers. If there are not as many headers as rules,
+    because a rule is written in another way, the lines are unknown and the result is empty.
     """
     header = re.compile(rf"\s*\[\[\s*{name}\s*\]\]".encode())
     found = [number for number, line in enumerate(content.split(b"\n"), 1) if header.match(line)]
-    return dict(zip(rules, found, strict=True)) if len(found) == len(rules) else {}
+    if len(found) != len(rules):
+        return {}
+    return dict(zip(rules, found, strict=True))
 
 
 class _FrozenCase(msgspec.Struct):
@@ -93,7 +95,7 @@ class _FrozenCase(msgspec.Struct):
 
 
 class _FailureFile(msgspec.Struct):
-    """What tells a failure file from other files. The engine reads the rest, and needs torch."""
+    """Fields that tell a failure file from other files. The engine reads the rest, with torch."""
 
     examples: list[_FrozenCase]
     symptoms: tuple[str, ...] = ()
@@ -104,7 +106,7 @@ def _examples(rules: Iterable[KnownFailureRule], policy: Path) -> dict[CellKey, 
     for number, rule in enumerate(rules, 1):
         where = f"{policy}: [[known_failure]] number {number}: "
         if rule.key in found:
-            raise UsageError(f"{where}there is one of the same cell, {rule.key}; leave one of them")
+            raise UsageError(f"{where}an earlier one has the same cell, {rule.key}; remove one of the two")
         found[rule.key] = _example(rule.example, policy, where)
     return found
 

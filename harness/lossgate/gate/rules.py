@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of a policy: their keys, and what each may be.
+"""The tables of a policy: their keys, and the values that each key takes.
 
 ``policy.schema.json`` is made from these classes.
 """
@@ -15,15 +15,15 @@ from msgspec import Meta, Struct
 
 from lossgate.base.errors import UsageError
 from lossgate.base.layout import Layout
+from lossgate.engine.cell_record import CellKey
 from lossgate.engine.toml_tables import Expected
-from lossgate.evidence.records import CellKey
 from lossgate.gate.patterns import Demand, KnownCells, Patterns, any_fits, demands, literal
 from lossgate.judge.pooling import LARGEST_MDE
 
-MOST_PROBLEMS = 1_000_000
-"""The greatest ``min_problems``: no cell ever has so many. More is a slip."""
+_MOST_PROBLEMS = 1_000_000
+"""The largest ``min_problems``. No cell has so many problems, so a larger number is a slip."""
 
-MOST_DEMANDS = 1_000_000
+_MOST_DEMANDS = 1_000_000
 """The most combinations of patterns in one rule: ten times the cells of a large release. Without a
 limit, a slip could keep a gate busy for hours."""
 
@@ -34,14 +34,14 @@ _UNIQUE = {"uniqueItems": True}
 
 
 def _check_once(names: Sequence[str]) -> None:
-    """Refuses a name that stands there twice."""
+    """Refuses a name that is listed twice."""
     for number, name in enumerate(names):
         if name in names[:number]:
-            raise UsageError(f"{name!r} stands there twice; leave one of them")
+            raise UsageError(f"{name!r} is listed twice; remove one of the two")
 
 
 def _check_layouts(patterns: Sequence[str]) -> None:
-    """Refuses a pattern without wildcards that names no layout."""
+    """Refuses a name that is listed twice, and a pattern without wildcards that names no layout."""
     _check_once(patterns)
     for pattern in patterns:
         if (name := literal(pattern)) is not None:
@@ -49,14 +49,14 @@ def _check_layouts(patterns: Sequence[str]) -> None:
 
 
 def _check_layout(name: str) -> None:
-    """Refuses what is no layout, or is not spelt as in evidence: it would match no cell."""
+    """Refuses a name that is no layout, or is spelt otherwise in evidence: no cell has it."""
     spelt = str(Layout.parse(name))
     if spelt != name:
         raise UsageError(f"expected {spelt!r}, which is how evidence spells this layout")
 
 
 def _key(description: str, *examples: object) -> Meta:
-    """Returns what editors show of a key, and messages give as examples of its value."""
+    """Returns the description of a key for editors, and examples of its value for messages."""
     return Meta(description=description, examples=list(examples) or None)
 
 
@@ -74,7 +74,7 @@ _ExactLayout = Annotated[
 _Text = Annotated[str, Meta(pattern=r"\S"), Expected("a text in quotes")]
 _Age = Annotated[Annotated[str, Meta(pattern=_AGE)] | None, Expected("a number over 0 and a unit")]
 _Count = Annotated[
-    int, Meta(ge=1, le=MOST_PROBLEMS), Expected(f"a whole number from 1 to {MOST_PROBLEMS}, without quotes")
+    int, Meta(ge=1, le=_MOST_PROBLEMS), Expected(f"a whole number from 1 to {_MOST_PROBLEMS}, without quotes")
 ]
 _Share = Annotated[
     # A whole number is refused: 1 could be meant as 1%.
@@ -87,7 +87,7 @@ _Schema = Annotated[Literal[1], Expected("1, the schema that this version of los
 
 
 class EvidenceRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all evidence must be like: ``[evidence]``."""
+    """Rules for all evidence: ``[evidence]``."""
 
     max_age: Annotated[
         _Age,
@@ -108,7 +108,10 @@ class EvidenceRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def oldest(self) -> timedelta | None:
         """The greatest age of evidence; None allows any."""
         found = re.search(_AGE, self.max_age or "")
-        return timedelta(**{f"{found[2]}s": float(found[1])}) if found else None
+        if found is None:
+            return None
+        number, unit = found.groups()
+        return timedelta(**{f"{unit}s": float(number)})
 
 
 class Rule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,8 +120,8 @@ class Rule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     candidates: Annotated[
         _Patterns,
         _key(
-            "Shell patterns of candidates. A name without wildcards must be there, and a pattern must match at least "
-            "one.",
+            "Shell patterns of candidates. A name without wildcards must be in the evidence, and a pattern must match "
+            "at least one candidate.",
             ["nll_*"],
         ),
     ]
@@ -149,19 +152,19 @@ class Rule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     keeps: Annotated[
         _Names,
         _key(
-            "Names of properties that each cell must have been held to beside its own, and kept.",
+            "Names of further properties that each cell must have been held to, and must have kept.",
             ["frozen-inputs", "no-grad"],
         ),
     ] = ()
 
     def __post_init__(self) -> None:
         combinations = math.prod(map(len, (self.candidates, *self.others)))
-        if combinations > MOST_DEMANDS:
-            raise UsageError(f"it asks for {combinations} combinations; expected at most {MOST_DEMANDS}: split it")
+        if combinations > _MOST_DEMANDS:
+            raise UsageError(f"it asks for {combinations} combinations; expected at most {_MOST_DEMANDS}: split it up")
 
     @property
     def largest_mde(self) -> float:
-        """``max_mde`` as a number, also if it is written as a percentage."""
+        """``max_mde`` as a number, even if it is written as a percentage."""
         if not isinstance(self.max_mde, str):
             return self.max_mde
         # "0.5e-2" is 0.005, and 0.5 / 100 need not be the nearest float of it.
@@ -169,11 +172,11 @@ class Rule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def others(self) -> tuple[Patterns, ...]:
-        """The patterns beside those for candidates, in the order of a cell's key."""
+        """The patterns for the other parts of a cell's key, in its order."""
         return self.properties, self.layouts, self.dtypes, self.worlds, self.devices
 
     def matches(self, key: CellKey) -> bool:
-        """Returns whether the rule holds for a cell. For many cells, ``demands`` is quicker."""
+        """Returns whether the patterns match a cell. For many cells, ``demands`` is quicker."""
         return (
             any_fits(self.candidates, key.candidate)
             and any_fits(self.properties, key.property)
@@ -184,7 +187,7 @@ class Rule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def demands(self, known: KnownCells) -> Iterator[Demand]:
-        """Yields what the rule asks for, each with the cells that meet it."""
+        """Yields the demands of the rule, each with the cells that meet it."""
         return demands(self.candidates, self.others, known)
 
 
@@ -216,7 +219,7 @@ class PolicyFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which evidence a release needs: gate.toml, as lossgate gate reads it."""
 
     schema: Annotated[_Schema, _key("The version of this schema.")]
-    evidence: Annotated[EvidenceRules, _key("What all evidence must be like."), Expected("a table")] = EvidenceRules()
+    evidence: Annotated[EvidenceRules, _key("Rules for all evidence."), Expected("a table")] = EvidenceRules()
     require: Annotated[
         tuple[Rule, ...],
         Meta(min_length=1),

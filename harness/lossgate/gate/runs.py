@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a gate asks of runs: that they are whole, and of the right time, commit and versions."""
+"""Judges runs for a gate: whether they are whole, and of the right time, commit and versions."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from itertools import islice
 
+from lossgate.engine.cell_record import CellKey
 from lossgate.evidence.gather import Gathered
-from lossgate.evidence.records import CellKey, EndRecord, Matrix, RunRecord
+from lossgate.evidence.records import EndRecord, Matrix, RunRecord, parse_time
 from lossgate.evidence.sealed import digest_of_cells, matrix_of
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.gate_verdict import Blocker, Committed, GateReason
 from lossgate.gate.rules import EvidenceRules
 
-CLOCK_SKEW = timedelta(minutes=5)
-"""How far the clocks of two machines may be apart: evidence from later than that is from the
-future."""
+_CLOCK_SKEW = timedelta(minutes=5)
+"""How far the clocks of two machines may differ. Evidence that is even later is from the future."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run with all that evidence tells of it."""
+    """A run, with everything in the evidence about it."""
 
     name: str
     where: str
-    """The line of its record, or of its first cell."""
+    """The line of its record, or of its first cell if there is no record."""
     record: RunRecord | None
     end: EndRecord | None
     cells: tuple[CellSummary, ...]
@@ -39,7 +39,7 @@ class Run:
 
 
 def runs_of(evidence: Gathered) -> list[Run]:
-    """Returns the runs that evidence tells of, in the order of their names."""
+    """Returns the runs in the evidence, in the order of their names."""
     cells: defaultdict[str, list[CellSummary]] = defaultdict(list)
     for results in evidence.cells.values():
         for summary in results:
@@ -66,7 +66,9 @@ def incomplete(run: Run) -> Iterator[Blocker]:
     """Yields what is missing of a run."""
     if run.record is None:
         yield _of(
-            run, GateReason.DAMAGED, "the record of its start is missing: the file was cut, or parts of it were taken"
+            run,
+            GateReason.DAMAGED,
+            "the record of its start is missing: the file was cut, or holds only a part of the run",
         )
     if run.end is None:
         missing = "the record of its end is missing: it was stopped, it still goes on, or the file was cut"
@@ -75,22 +77,22 @@ def incomplete(run: Run) -> Iterator[Blocker]:
         yield _of(run, GateReason.UNFINISHED, f"it was stopped: {run.end.stopped}. Verify again, into a new file")
     elif run.end.cells != len(run.cells):
         yield _of(
-            run, GateReason.DAMAGED, f"its end counts {run.end.cells} cells, and the evidence has {len(run.cells)}"
+            run, GateReason.DAMAGED, f"its end counts {run.end.cells} cells, but the evidence has {len(run.cells)}"
         )
     elif run.end.cells_digest != digest_of_cells([cell.digest for cell in run.cells]):
-        yield _of(run, GateReason.DAMAGED, "its cells are not those that its end was written for")
+        yield _of(run, GateReason.DAMAGED, "its end was written for other cells. Verify again, into a new file")
     have = {cell.key for cell in run.cells}
     for key in sorted(run.planned - have):
-        message = f"run {run.name} planned it, and has no result of it. Verify again, into a new file"
+        message = f"run {run.name} planned it, but has no result of it. Verify again, into a new file"
         yield Blocker(reason=GateReason.MISSING, message=message, cell=key, where=run.where)
     if run.record is not None and run.end is not None:
         for key in sorted(have - run.planned):
-            message = f"run {run.name} has a result of it, and did not plan it"
+            message = f"run {run.name} has a result of it, but did not plan it"
             yield Blocker(reason=GateReason.CONTRADICTORY, message=message, cell=key, where=run.where)
 
 
 def wrong_matrix(runs: list[Run]) -> Iterator[Blocker]:
-    """Yields what is missing of matrices that runs verified, in parts or whole."""
+    """Yields what is missing of the matrices that runs verified, whole or in parts."""
     parts: defaultdict[Matrix, list[Run]] = defaultdict(list)
     for run in runs:
         if run.record is None:
@@ -99,7 +101,7 @@ def wrong_matrix(runs: list[Run]) -> Iterator[Blocker]:
         if matrix is not None:
             parts[matrix].append(run)
         elif run.record.part is not None:
-            yield _of(run, GateReason.DAMAGED, f"it is part {run.record.part}, and does not say of which matrix")
+            yield _of(run, GateReason.DAMAGED, f"it is part {run.record.part}, but does not say of which matrix")
     for matrix, sharing in sorted(parts.items(), key=lambda item: item[0].digest):
         yield from _of_matrix(matrix, sharing)
 
@@ -112,12 +114,14 @@ def _of_matrix(matrix: Matrix, runs: list[Run]) -> Iterator[Blocker]:
     if whole:
         return
     if gone := _missing_parts(runs):
-        named = f"part{'s' * (len(gone) > 1)} {', '.join(gone)}"
-        verb = "are" if len(gone) > 1 else "is"
-        message = f"{named} of the matrix of {matrix.cells} cells {verb} missing; verify with --shard, or add the file"
-        yield Blocker(reason=GateReason.MISSING, message=message)
+        noun, verb = ("part", "is") if len(gone) == 1 else ("parts", "are")
+        missing = f"{noun} {', '.join(gone)} of the matrix of {matrix.cells} cells {verb} missing"
+        yield Blocker(reason=GateReason.MISSING, message=f"{missing}; verify with --shard, or add the file")
     elif matrix_of(frozenset[CellKey]().union(*(run.planned for run in runs))) != matrix:
-        message = f"all parts of the matrix of {matrix.cells} cells are there, and they planned other cells"
+        message = (
+            f"all parts of the matrix of {matrix.cells} cells are there, but together they planned other cells than "
+            "the matrix has. Verify again, with the same settings for all parts"
+        )
         yield Blocker(reason=GateReason.DAMAGED, message=message)
 
 
@@ -126,54 +130,55 @@ _NAMED = 20
 
 
 def _missing_parts(runs: list[Run]) -> list[str]:
-    """Returns the parts that no run verified. Runs may have shared the matrix out in several ways;
-    one that is complete is enough.
+    """Returns the parts that no run verified.
+
+    Runs may have divided the matrix in several ways, such as by 2 and by 3. No part is missing if
+    one of these is complete.
     """
     there: defaultdict[int, set[int]] = defaultdict(set)
     for run in runs:
         if run.record is not None and run.record.part is not None:
             number, of = map(int, run.record.part.split("/"))
             there[of].add(number)
-    gone = [
-        [f"{number}/{of}" for number in islice((n for n in range(1, of + 1) if n not in numbers), _NAMED)]
-        for of, numbers in sorted(there.items())
-    ]
-    return [] if not all(gone) else [part for parts in gone for part in parts]
+    gone: list[str] = []
+    for of, numbers in sorted(there.items()):
+        missing = (number for number in range(1, of + 1) if number not in numbers)
+        named = [f"{number}/{of}" for number in islice(missing, _NAMED)]
+        if not named:
+            return []
+        gone += named
+    return gone
 
 
 def wrong_time(run: Run, rules: EvidenceRules, now: datetime) -> Iterator[Blocker]:
-    """Yields whether a run is too old, or from the future."""
-    written = {cell.time for cell in run.cells} | ({run.record.started} if run.record is not None else set[str]())
+    """Yields blockers if a run is too old or from the future."""
+    written = {cell.time for cell in run.cells}
+    if run.record is not None:
+        written.add(run.record.started)
     times: list[datetime] = []
     for text in sorted(written):
-        if (time := _parse(text)) is None:
+        if (time := parse_time(text)) is None:
             yield _of(run, GateReason.DAMAGED, f"{text!r} is not a time")
         else:
             times.append(time)
     if times and rules.oldest is not None and now - min(times) > rules.oldest:
-        allowed = f"and the policy allows evidence of at most {rules.max_age}"
-        yield _of(run, GateReason.STALE, f"it is from {_shown(min(times))}, {allowed}. Verify again")
-    if times and max(times) - now > CLOCK_SKEW:
+        allowed = f"the policy allows evidence of at most {rules.max_age}"
+        yield _of(run, GateReason.STALE, f"it is from {_shown(min(times))}, but {allowed}. Verify again")
+    if times and max(times) - now > _CLOCK_SKEW:
         later = f"which is later than now, {_shown(now)}"
         yield _of(run, GateReason.STALE, f"it is from {_shown(max(times))}, {later}; set the clocks right")
 
 
 def different_code(runs: list[Run], rules: EvidenceRules, commit: str | None) -> Iterator[Blocker]:
-    """Yields where evidence is of more than one code, or of another than is to be released."""
+    """Yields blockers if evidence is of several versions of the code, or of a wrong commit.
+
+    Args:
+        runs: all runs.
+        rules: what the policy asks for.
+        commit: the commit that is to be released, if it is known.
+    """
     records = [(run, run.record) for run in runs if run.record is not None]
-    commits = {record.commit for _, record in records}
-    if commit is not None:
-        for run, record in records:
-            if record.commit != commit:
-                yield _of(
-                    run, GateReason.MIXED, f"it is of {_commit(record.commit)}, and {_commit(commit)} is asked for"
-                )
-    elif rules.same_commit and len(commits) > 1:
-        named = ", ".join(sorted(map(_commit, commits)))
-        yield Blocker(reason=GateReason.MIXED, message=f"evidence is of several commits: {named}. Verify one of them")
-    elif rules.same_commit and None in commits:
-        message = "evidence names no commit. Verify in a git checkout, or set same_commit = false"
-        yield Blocker(reason=GateReason.MIXED, message=message)
+    yield from _other_commits(records, rules, commit)
     if rules.unmodified:
         yield from _modified(runs)
     for name in rules.same_versions:
@@ -186,40 +191,56 @@ def different_code(runs: list[Run], rules: EvidenceRules, commit: str | None) ->
     yield from _different_sources(runs)
 
 
+def _other_commits(records: list[tuple[Run, RunRecord]], rules: EvidenceRules, commit: str | None) -> Iterator[Blocker]:
+    commits = {record.commit for _, record in records}
+    if commit is not None:
+        for run, record in records:
+            if record.commit != commit:
+                yield _of(
+                    run, GateReason.MIXED, f"it is of {_commit(record.commit)}, but {_commit(commit)} is asked for"
+                )
+    elif rules.same_commit and len(commits) > 1:
+        named = ", ".join(sorted(map(_commit, commits)))
+        yield Blocker(reason=GateReason.MIXED, message=f"evidence is of several commits: {named}. Verify one of them")
+    elif rules.same_commit and None in commits:
+        message = "evidence names no commit. Verify in a git checkout, or set same_commit = false"
+        yield Blocker(reason=GateReason.MIXED, message=message)
+
+
 def _modified(runs: list[Run]) -> Iterator[Blocker]:
-    """Yields where it is not sure that evidence is of a commit."""
+    """Yields a blocker for each run and each source that may differ from its commit."""
     for run in runs:
-        if run.record is not None and (found := Committed.of(run.record.modified)) is not Committed.YES:
-            differed = "files differed from the commit"
-            unknown = f"it is not known whether {differed}: git could not say"
-            why = differed if found is Committed.NO else unknown
-            yield _of(
-                run, GateReason.MIXED, f"{why}, and the policy asks for unmodified = true. Commit, and verify again"
-            )
+        if run.record is None or run.record.modified is False:
+            continue
+        why = "files differed from the commit"
+        if run.record.modified is None:
+            why = f"it is not known whether {why}: git could not say"
+        yield _of(run, GateReason.MIXED, f"{why}, but the policy asks for unmodified = true. Commit, and verify again")
     files = _committed_sources(cell for run in runs for cell in run.cells)
     for file in sorted(file for file, found in files.items() if found is not Committed.YES):
-        message = f"{file} was not as in the commit, and the policy asks for unmodified = true. Commit it"
-        yield Blocker(reason=GateReason.MIXED, message=f"{message}, and verify again")
+        differed = f"{file} was not as in the commit"
+        message = f"{differed}, but the policy asks for unmodified = true. Commit it, and verify again"
+        yield Blocker(reason=GateReason.MIXED, message=message)
 
 
 def _different_sources(runs: list[Run]) -> Iterator[Blocker]:
     digests: defaultdict[str, set[str | None]] = defaultdict(set)
     for run in runs:
         for cell in run.cells:
-            digests[cell.source.rpartition(":")[0]].add(cell.source_digest)
+            digests[cell.source_file].add(cell.source_digest)
     for file, found in sorted(digests.items()):
         if len(found) > 1:
-            message = f"{file} was changed between the cells that were verified. Verify all of it again"
+            message = f"{file} was changed while its candidates were verified. Verify all of them again"
             yield Blocker(reason=GateReason.MIXED, message=message)
 
 
 def _committed_sources(cells: Iterable[CellSummary]) -> dict[str, Committed]:
-    """Returns for each file that declares a candidate whether it was as in the commit."""
+    """Returns, for each file that declares a candidate, whether it was as in the commit."""
     found: dict[str, Committed] = {}
     for cell in cells:
         if cell.source_digest is not None:
-            file = cell.source.rpartition(":")[0]
-            found[file] = max(found.get(file, Committed.YES), Committed.of(cell.source_modified))
+            before = found.get(cell.source_file, Committed.YES)
+            found[cell.source_file] = max(before, Committed.of(cell.source_modified))
     return found
 
 
@@ -235,13 +256,6 @@ def _of(run: Run, reason: GateReason, message: str) -> Blocker:
 
 def _commit(commit: str | None) -> str:
     return f"commit {commit}" if commit else "no commit"
-
-
-def _parse(text: str) -> datetime | None:
-    try:
-        return datetime.fromisoformat(text).astimezone(UTC)
-    except (ValueError, OverflowError):
-        return None
 
 
 def _shown(time: datetime) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows what a configuration would have seen."""
+"""Shows which known mistakes a configuration would have seen."""
 
 from collections.abc import Iterator, Mapping
 
@@ -11,8 +11,8 @@ def audit_lines(found: Audit, *, listed: bool = False) -> Iterator[str]:
     """Yields lines about the known mistakes of one candidate.
 
     Args:
-        found: what its cells would have seen.
-        listed: whether all mistakes are listed, and not only those that would have passed.
+        found: the mistakes that its cells would have seen.
+        listed: whether all mistakes are listed, instead of only those that would have passed.
     """
     possible = len(found.seen) + len(found.unseen)
     share = f" ({len(found.seen) / possible:.1%})" if possible else ""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causes of disagreements, each said once: where several cells of a candidate have it, with the
-layouts on which it shows.
+"""Shows the causes of disagreements. A cause that several cells of a candidate have is shown once,
+with its layouts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,8 +20,9 @@ class CausesSoFar:
         self._on: dict[tuple[str, str, str], str] = {}
 
     def lines(self, cell: CellRecord) -> tuple[str, ...]:
-        """Returns the lines of a cell's cause: the mistake, what it explains, what to do. It is one
-        line if an earlier cell has the same.
+        """Returns lines about the cause of a cell: the mistake, what it explains, and what to do.
+
+        If an earlier cell has the same cause, a single line names that cell.
         """
         if not cell.cause:
             return printable_lines(cell.causes)
@@ -46,7 +47,7 @@ def _of_candidate(cells: Sequence[CellRecord]) -> Iterator[str]:
         having = [cell for cell in cells if cell.cause == cause]
         if len(having) > 1:
             others = [cell for cell in cells if cell.verdict != Verdict.DISAGREE]
-            where = pattern(_layouts(having), _layouts(others))
+            where = layouts_in_words(_layouts(having), _layouts(others))
             yield f"  {printable(cells[0].candidate)}: {cause}: {counted(len(having), 'cell')}, {where}"
 
 
@@ -54,21 +55,21 @@ def _layouts(cells: Iterable[CellRecord]) -> list[str]:
     return list(dict.fromkeys(cell.layout for cell in cells))
 
 
-def pattern(wrong: Sequence[str], right: Sequence[str]) -> str:
-    """Returns in words on which layouts something is wrong.
+def layouts_in_words(wrong: Sequence[str], right: Sequence[str]) -> str:
+    """Returns in words on which layouts a mistake shows.
 
     Args:
-        wrong: the layouts where it is.
-        right: those where nothing is.
+        wrong: the layouts on which it shows.
+        right: the layouts with a cell that does not disagree.
     """
-    if not set(wrong) & set(right):
-        if not right:
-            return f"on every layout that was tried: {', '.join(wrong)}" if len(wrong) > 1 else f"on {wrong[0]}"
-        for axis in AXES:
-            if all(_split(layout, axis) for layout in wrong) and not any(_split(layout, axis) for layout in right):
-                return f"on every layout with {axis} > 1 that was tried: {', '.join(wrong)}"
-    return f"on {', '.join(wrong)}"
-
-
-def _split(layout: str, axis: str) -> bool:
-    return any(own == axis for own in Layout.parse(layout).axes)
+    listed = ", ".join(wrong)
+    if set(wrong) & set(right):
+        return f"on {listed}"
+    if not right:
+        return f"on every layout that was tried: {listed}" if len(wrong) > 1 else f"on {listed}"
+    for axis in AXES:
+        is_split_on_all_wrong = all(axis in Layout.parse(layout).axes for layout in wrong)
+        is_split_on_a_right = any(axis in Layout.parse(layout).axes for layout in right)
+        if is_split_on_all_wrong and not is_split_on_a_right:
+            return f"on every layout with {axis} > 1 that was tried: {listed}"
+    return f"on {listed}"

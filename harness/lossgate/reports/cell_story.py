@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows all that evidence has on one cell."""
+"""Shows everything that evidence has on one cell."""
 
 from collections.abc import Iterator, Sequence
 
@@ -24,12 +24,12 @@ _TIMES = 5
 
 
 def print_story(console: Console, record: CellRecord, results: Sequence[CellSummary]) -> None:
-    """Prints all that is known of a cell.
+    """Prints everything that is known of a cell.
 
     Args:
         console: where to print.
-        record: the newest of the cell.
-        results: all results of it, the newest last.
+        record: the newest record of the cell.
+        results: all results of the cell, the newest last.
     """
     shown = results[-1]
     console.print(f"{marked(shown)}  {escaped(str(record.key))}", soft_wrap=True)
@@ -56,9 +56,8 @@ def _about(record: CellRecord, results: Sequence[CellSummary]) -> Iterator[str]:
         times = sorted(one.time for one in results)
         verdicts = ", ".join(one.verdict for one in results[-_TIMES:])
         yield f"before: {len(results)} runs, from {moment(times[0])} to {moment(times[-1])}; the last: {verdicts}"
-    detects = percent(record.mde)
-    counts = counted(record.problems, "problem"), counted(record.comparisons, "comparison")
-    yield f"seen: {', '.join(counts)}, detects {detects}"
+    problems, comparisons = counted(record.problems, "problem"), counted(record.comparisons, "comparison")
+    yield f"seen: {problems}, {comparisons}, detects {percent(record.mde)}"
     if record.tokens_in_all:
         yield f"tokens: {record.tokens_in_all:,} in all problems, {record.tokens:,} in the longest"
     if record.mistakes_shown:
@@ -76,9 +75,8 @@ def _outputs(outputs: Sequence[OutputRecord]) -> Table:
     for heading in ("detects", "worst / limit", "problems"):
         table.add_column(heading, justify="right", min_width=8)
     for output in outputs:
-        name, worst = _worst(output)
-        of = f" {printable(name)}" if name else ""
-        cells = (_pooled(output), _detects(output), f"{share(worst, whole=True)}{of}", str(len(output.cases)))
+        detects = percent(None if output.pooled is None else output.pooled.mde)
+        cells = (_pooled(output), detects, _worst(output), str(len(output.cases)))
         table.add_row(Text(f"  {printable(output.name)}"), *map(Text, cells))
     return table
 
@@ -87,19 +85,16 @@ def _pooled(output: OutputRecord) -> str:
     return "never compared" if output.pooled is None else f"{output.pooled.scale:.2g} +- {output.pooled.limit:.2g}"
 
 
-def _detects(output: OutputRecord) -> str:
-    return percent(None if output.pooled is None else output.pooled.mde)
-
-
-def _worst(output: OutputRecord) -> tuple[str, float]:
-    """Returns the statistic that came closest to its limit, and the share of it."""
+def _worst(output: OutputRecord) -> str:
+    """Returns the largest share of a limit, and the name of its statistic unless the share is 0."""
     margins = output.margins
     name = max(margins, key=lambda one: margins[one])
-    return (name, margins[name]) if margins[name] else ("", 0.0)
+    shown = share(margins[name], whole=True)
+    return f"{shown} {printable(name)}" if margins[name] else shown
 
 
 def _sight(record: CellRecord) -> Iterator[str]:
-    """Yields what the problems could show."""
+    """Yields lines about the power of the problems, the option mutants and further properties."""
     for output in record.outputs:
         if output.planted:
             planted = ", ".join(f"{name} {rejected:.0%}" for name, rejected in output.planted.items())
@@ -110,15 +105,17 @@ def _sight(record: CellRecord) -> Iterator[str]:
     for goal in dict.fromkeys([*record.required, *record.coverage]):
         needed = "" if goal in required else "  (not required)"
         yield f"goal {goal}: {counted(record.coverage.get(goal, 0), 'problem')}{needed}"
-    others = {"surviving": sorted(set(record.surviving) - set(record.equivalent)), "equivalent": record.equivalent}
-    words = [f"; {word}: {', '.join(names)}" for word, names in others.items() if names]
-    yield f"option mutants: {record.killed} killed{''.join(words)}"
+    surviving = sorted(set(record.surviving) - set(record.equivalent))
+    mutants = [f"{record.killed} killed"]
+    mutants += [f"surviving: {', '.join(surviving)}"] if surviving else []
+    mutants += [f"equivalent: {', '.join(record.equivalent)}"] if record.equivalent else []
+    yield f"option mutants: {'; '.join(mutants)}"
     yield from map(_of_property, record.properties)
     yield from resource_lines(record.resources)
 
 
 def _of_property(found: PropertyRecord) -> str:
-    """Returns what came of a property beside that of the cell."""
+    """Returns a line about a property other than that of the cell."""
     if found.exempt:
         return f"property {found.name}: exempt, {found.exempt}"
     if not found.problems:

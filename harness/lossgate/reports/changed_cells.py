@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows how evidence changed: the worst first, a line for each cell."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -8,8 +9,7 @@ from rich.markup import escape
 
 from lossgate.base.spelling import counted
 from lossgate.evidence.differences import CellChange, Change
-from lossgate.reports.describe import print_detail
-from lossgate.reports.plain import printable
+from lossgate.reports.describe import escaped, print_detail
 
 _OF_A_CANDIDATE = 3
 """How many cells of a candidate are shown for each kind of change. The others are usually alike."""
@@ -39,25 +39,25 @@ def print_diff(
         console: where to print.
         changed: how cells changed, the worst first.
         around: what else differs, in words.
-        troubles: what is wrong with the evidence, each with the side that it is of.
+        troubles: what is wrong with the evidence, each time after the path of the side.
         same: how many cells did not change.
     """
     for change in Change:
         _section(console, change, [one for one in changed if one.change is change])
     _lines(console, "what else changed", around)
     _lines(console, "the evidence is not whole", [_named(*one) for one in troubles])
-    console.print(escape(summary(changed, same)), soft_wrap=not console.is_terminal)
+    console.print(escape(_summary(changed, same)), soft_wrap=not console.is_terminal)
 
 
-def summary(changed: Sequence[CellChange], same: int) -> str:
+def _summary(changed: Sequence[CellChange], same: int) -> str:
     """Counts the changes by kind, in one line."""
-    counts = {change.value.partition(",")[0]: sum(one.change is change for one in changed) for change in Change}
-    counts["unchanged"] = same
-    return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no cells to compare"
+    counts = Counter(one.change for one in changed)
+    words = {change.value.partition(",")[0]: counts[change] for change in Change} | {"unchanged": same}
+    return ", ".join(f"{count} {what}" for what, count in words.items() if count) or "no cells to compare"
 
 
 def _named(side: str, trouble: str) -> str:
-    """Returns a trouble with the side that it is of, unless it names a file of that side itself."""
+    """Returns a trouble with the path of its side, unless it begins with a file of that side."""
     return trouble if trouble.startswith((f"{side}:", f"{side}/")) else f"{side}: {trouble}"
 
 
@@ -67,7 +67,7 @@ def _section(console: Console, change: Change, cells: Sequence[CellChange]) -> N
     style = _STYLES.get(change, "bold")
     console.print(f"[{style}]{change.value} ({len(cells)})[/]", soft_wrap=True)
     for line in _of_cells(cells):
-        print_detail(console, f"  {escape(printable(line))}")
+        print_detail(console, f"  {escaped(line)}")
     console.print()
 
 
@@ -95,5 +95,5 @@ def _lines(console: Console, heading: str, lines: Sequence[str]) -> None:
         return
     console.print(f"[bold]{heading}[/]")
     for line in lines:
-        print_detail(console, f"  {escape(printable(line))}")
+        print_detail(console, f"  {escaped(line)}")
     console.print()

@@ -24,8 +24,8 @@ def make_console() -> Console:
     Returns:
         A console as wide as the terminal, with colours unless ``NO_COLOR`` is set. Without a
         terminal it has a fixed width and no colours, so that a log reads the same everywhere;
-        ``FORCE_COLOR`` gives it colours. Only a terminal that people watch is interactive: in CI,
-        and with ``FORCE_COLOR`` in a file, nothing is drawn and wiped out again.
+        ``FORCE_COLOR`` gives it colours. It is interactive only if people watch the terminal. In CI
+        and in files there is no progress bar.
     """
     console = _Console(highlight=False, emoji=False)
     if not console.is_terminal or not (sys.stdout.isatty() or "COLUMNS" in os.environ):
@@ -40,7 +40,7 @@ def _in_ci() -> bool:
 
 
 def print_whole(console: Console, table: RenderableType) -> None:
-    """Prints a table. Without a terminal its lines end where their text does, without blanks."""
+    """Prints a table. Without a terminal its lines have no blanks at their end."""
     if console.is_terminal:
         console.print(table)
         return

@@ -2,7 +2,7 @@
 """Describes cells and replays, line by line."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,11 +12,12 @@ from lossgate.engine.cell_record import CellRecord
 from lossgate.reports.causes import CausesSoFar, causes_in_common
 from lossgate.reports.console import make_console
 from lossgate.reports.plain import printable, printable_lines
-from lossgate.reports.remarks import EXCLUDED, EXEMPT, NOT_DISTINGUISHED, remark_lines
+from lossgate.reports.remarks import EXCLUDED, EXEMPT, NOT_DISTINGUISHED, in_pairs, remark_lines
 from lossgate.reports.shown_verdict import STYLES, ShownVerdict, share
 
 _REPLAY = "  replay: "
 _TO_COPY = re.compile(rf'{_REPLAY}| *File "')
+"""Lines from which people copy a command or a place."""
 
 
 def heading(cell: CellRecord, *, placed: bool = False) -> str:
@@ -24,8 +25,7 @@ def heading(cell: CellRecord, *, placed: bool = False) -> str:
 
     Args:
         cell: what is shown.
-        placed: whether its world and device are said, if they are not the usual ones. Those of a
-            run are the same for all its cells.
+        placed: whether an unusual world and device are shown. In a run all cells have the same.
     """
     place = f"  on {cell.key.place}" if placed and cell.key.place else ""
     return f"{marked(cell)}  {escaped(cell.candidate)}  {escaped(f'{cell.dtype}  {cell.layout}{place}')}"
@@ -36,7 +36,7 @@ def describe(cell: CellRecord, so_far: CausesSoFar | None = None) -> list[str]:
 
     Args:
         cell: what is shown.
-        so_far: knows the causes that were shown of other cells, and remembers this one's.
+        so_far: the causes of other cells that were shown. The cause of this cell is added.
     """
     found = (*printable_lines(cell.reasons), *(so_far or CausesSoFar()).lines(cell))
     lines = [f"  {escape(line)}" for line in found]
@@ -49,7 +49,7 @@ def describe(cell: CellRecord, so_far: CausesSoFar | None = None) -> list[str]:
 
 
 def size_lines(cell: CellRecord) -> Iterator[str]:
-    """Yields for each size of large problems how near to its limits each output came."""
+    """Yields a line for each size of large problems: how near each output came to its limits."""
     for one in cell.large:
         if one.margins:
             width = f", H={one.hidden:,}" if one.hidden is not None else ""
@@ -81,14 +81,14 @@ def marked(cell: CellRecord) -> str:
 
 
 def print_remarks(console: Console, cells: Sequence[CellRecord]) -> None:
-    """Prints the causes that several cells have, what was not seen in cells, what they were not
-    held to, and what they were not given; the same of many cells once.
+    """Prints remarks on cells: the causes that they have in common, choices that were not
+    distinguished, properties to which they were not held, and problems that they were not given.
     """
     for lines in (
         causes_in_common(cells),
         remark_lines(NOT_DISTINGUISHED, ((cell.candidate, cell.not_distinguished) for cell in cells)),
-        remark_lines(EXEMPT, ((cell.candidate, reasons_in(cell.exempt)) for cell in cells)),
-        remark_lines(EXCLUDED, ((cell.candidate, reasons_in(cell.excluded)) for cell in cells)),
+        remark_lines(EXEMPT, ((cell.candidate, in_pairs(cell.exempt)) for cell in cells)),
+        remark_lines(EXCLUDED, ((cell.candidate, in_pairs(cell.excluded)) for cell in cells)),
     ):
         for line in lines:
             print_detail(console, escaped(line))
@@ -96,34 +96,31 @@ def print_remarks(console: Console, cells: Sequence[CellRecord]) -> None:
             console.print()
 
 
-def reasons_in(found: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns what has a reason, and the reason, in words."""
-    return tuple(f"{what}: {why}" for what, why in found.items())
-
-
 def print_detail(console: Console, line: str) -> None:
-    """Prints one line of a description, wrapped at words on a terminal. What continues it is
-    indented further, so that it is no line of its own.
+    """Prints one line of a description. On a terminal it is wrapped at words, and its further parts
+    are indented more than the next line.
 
     The replay command and places in files stay one line, because a line break in them would be
     copied, too. In a file every line stays whole, so that it can be searched.
 
     Args:
         console: where to print.
-        line: in rich markup.
+        line: the line in rich markup.
     """
     if not console.is_terminal or _TO_COPY.match(line):
         console.print(line, soft_wrap=True)
         return
     text = line.lstrip(" ")
     indent = len(line) - len(text)
-    for number, part in enumerate(_wrapped(console, Text.from_markup(_NOT_APART.sub(_JOINED, text)), indent)):
+    joined = Text.from_markup(_NOT_APART.sub(_JOINED, text))
+    for number, part in enumerate(_wrapped(console, joined, indent)):
         part.plain = part.plain.replace(_JOINED, " ")
-        console.print(Text(" " * (indent + _HANGING * (number > 0))) + part, soft_wrap=True)
+        margin = indent if number == 0 else indent + _HANGING
+        console.print(Text(" " * margin) + part, soft_wrap=True)
 
 
 _HANGING = 4
-"""How much further the continuation of a line is indented: more than a line below it."""
+"""How much further the continuation of a line is indented."""
 _JOINED = "\ue000"
 """Stands for a blank at which a line is not broken."""
 _NOT_APART = re.compile(r"(?<=\d) (?=\+- \d|m?s\b|CPU s\b)|(?<=\+-) (?=\d)|(?<=CPU) (?=s\b)")
@@ -131,16 +128,18 @@ _NOT_APART = re.compile(r"(?<=\d) (?=\+- \d|m?s\b|CPU s\b)|(?<=\+-) (?=\d)|(?<=C
 
 
 def _wrapped(console: Console, text: Text, indent: int) -> Iterator[Text]:
-    """Yields the lines of a text, the first of which has more room than the others."""
+    """Yields the lines of a text. The first line has more room than the others."""
     first, *others = text.wrap(console, max(console.width - indent, 1))
-    rest = len(first.plain)
+    used = len(first.plain)
     first.rstrip()
     yield first
-    if others:
-        rest += len(text.plain[rest:]) - len(text.plain[rest:].lstrip())
-        for line in text[rest:].wrap(console, max(console.width - indent - _HANGING, 1)):
-            line.rstrip()
-            yield line
+    if not others:
+        return
+    left = text.plain[used:]
+    blanks = len(left) - len(left.lstrip())
+    for line in text[used + blanks :].wrap(console, max(console.width - indent - _HANGING, 1)):
+        line.rstrip()
+        yield line
 
 
 def print_replayed(lines: Sequence[str], console: Console | None = None) -> None:
@@ -158,7 +157,7 @@ def print_replayed(lines: Sequence[str], console: Console | None = None) -> None
 
 
 def print_replayed_file(line: str) -> None:
-    """Prints the line of one of several files. It stays whole, because it has a path to copy."""
+    """Prints the line of one of several files, unwrapped, because it has a path to copy."""
     make_console().print(_coloured(line), soft_wrap=True)
 
 

@@ -12,7 +12,7 @@ from lossgate.base.spelling import counted
 from lossgate.engine.cell_record import CellRecord
 from lossgate.evidence.gather import Gathered
 from lossgate.reports.console import print_whole
-from lossgate.reports.describe import print_detail, print_remarks
+from lossgate.reports.describe import escaped, print_detail, print_remarks
 from lossgate.reports.plain import printable
 from lossgate.reports.run_lines import moment, run_lines
 from lossgate.reports.shown_verdict import ShownVerdict
@@ -21,13 +21,13 @@ from lossgate.reports.troubles import listed
 from lossgate.reports.verdict_table import coloured_summary, rows_of, summary, verdict_table
 
 _CANDIDATES = 8
-"""Candidates whose failing cells are described. The table has the others."""
+"""The most candidates whose failing cells are described. The table has the others, too."""
 _ROWS = 60
-"""Rows of the verdict table that are shown: all of a library, and a part of a whole fleet."""
+"""The most rows of the verdict table that are shown. Only evidence of many libraries has more."""
 
 
 def print_report(console: Console, gathered: Gathered, troubles: Sequence[str]) -> None:
-    """Prints what evidence says. The newest result of a cell counts.
+    """Prints evidence on one screen. The newest result of a cell counts.
 
     Args:
         console: where to print.
@@ -35,9 +35,9 @@ def print_report(console: Console, gathered: Gathered, troubles: Sequence[str]) 
         troubles: what is wrong with it.
     """
     cells = list(gathered.newest.values())
-    print_runs(console, gathered)
-    print_failures(console, cells)
-    print_table(console, cells)
+    _print_runs(console, gathered)
+    _print_failures(console, cells)
+    _print_table(console, cells)
     print_remarks(console, cells)
     for line in _repeats(gathered):
         print_detail(console, escape(line))
@@ -45,7 +45,7 @@ def print_report(console: Console, gathered: Gathered, troubles: Sequence[str]) 
     console.print(coloured_summary(summary(cells)), soft_wrap=not console.is_terminal)
 
 
-def print_runs(console: Console, gathered: Gathered) -> None:
+def _print_runs(console: Console, gathered: Gathered) -> None:
     """Prints files, runs, commits, versions and hosts, a line for each."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for heading, line in run_lines(gathered):
@@ -54,8 +54,8 @@ def print_runs(console: Console, gathered: Gathered) -> None:
     console.print()
 
 
-def print_failures(console: Console, cells: Iterable[CellRecord]) -> None:
-    """Prints why cells do not agree: the first of a candidate, then how many more there are."""
+def _print_failures(console: Console, cells: Iterable[CellRecord]) -> None:
+    """Prints why cells do not agree: the first cells of a candidate, then the number of others."""
     failing: dict[str, list[CellRecord]] = {}
     for cell in cells:
         if not cell.passes:
@@ -72,14 +72,16 @@ def print_failures(console: Console, cells: Iterable[CellRecord]) -> None:
         console.print(f"and {left} of {counted(len(others), 'other candidate')}", soft_wrap=True)
 
 
-def print_table(console: Console, cells: Sequence[CellRecord]) -> None:
+def _print_table(console: Console, cells: Sequence[CellRecord]) -> None:
     """Prints the verdict table: all of it, or the worst rows of a very long one."""
     rows = rows_of(cells)
     if len(rows) > _ROWS:
         rows.sort(key=lambda row: min(ShownVerdict.of(cell).order for cell in row))
-    if rows:
-        print_whole(console, verdict_table([cell for row in rows[:_ROWS] for cell in row], placed=True))
-    if left := [cell for row in rows[_ROWS:] for cell in row]:
+    shown = [cell for row in rows[:_ROWS] for cell in row]
+    left = [cell for row in rows[_ROWS:] for cell in row]
+    if shown:
+        print_whole(console, verdict_table(shown, placed=True))
+    if left:
         print_detail(console, f"and {counted(len(rows) - _ROWS, 'more row')}, none of them worse: {summary(left)}")
         console.print()
 
@@ -89,19 +91,21 @@ def print_troubles(console: Console, troubles: Sequence[str]) -> None:
     if troubles:
         console.print("[yellow]The evidence is not whole:[/]")
         for line in troubles:
-            print_detail(console, f"  {escape(printable(line))}")
+            print_detail(console, f"  {escaped(line)}")
         console.print()
 
 
 def _repeats(gathered: Gathered) -> Iterator[str]:
-    """Yields which cells were verified several times, and which of them had another verdict."""
+    """Yields lines about cells that were verified several times, and whose verdict changed."""
     several = {key: results for key, results in gathered.cells.items() if len(results) > 1}
     if not several:
         return
     every = [one for results in several.values() for one in results]
-    times, runs = sorted(one.time for one in every), len({one.run for one in every})
+    times = sorted(one.time for one in every)
+    runs = len({one.run for one in every})
+    were = "was" if len(several) == 1 else "were"
     yield (
-        f"{counted(len(several), 'cell')} {'was' if len(several) == 1 else 'were'} verified more than once, in "
+        f"{counted(len(several), 'cell')} {were} verified more than once, in "
         f"{counted(runs, 'run')} from {moment(times[0])} to {moment(times[-1])}; the newest counts."
     )
     changed = [key for key, results in several.items() if len({(one.verdict, one.expected) for one in results}) > 1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a failure file for every cell that disagrees, and none for those that agree."""
+"""Keeps a failure file for every cell that disagrees, and none for a cell that agrees."""
 
 from pathlib import Path
 from shlex import quote
@@ -14,10 +14,10 @@ from lossgate.engine.trust import needs_trust
 
 
 class FailureFiles:
-    """Writes into a folder, under names that contain the cell, and removes what earlier runs wrote
-    there of a cell: if it disagrees, as one file is enough; if it agrees on their problems, too.
+    """Writes failure files into a folder, and removes those of earlier runs.
 
-    Known failures have a file already, which stays.
+    The name of a file contains its cell. A cell that disagrees keeps only its new file. A cell that
+    agrees on the problems of its earlier files loses these. Files of known failures stay.
 
     Raises:
         UsageError: if the folder is a file.
@@ -47,6 +47,7 @@ class FailureFiles:
                     file.unlink(missing_ok=True)
 
     def _earlier(self, cell: Cell, held_to: str) -> list[Path]:
+        """Returns the files of a cell and property, without those of known failures."""
         files = failure_files_of(cell, held_to, self._folder)
         return [file for file in files if file.resolve() not in self._known]
 
@@ -57,7 +58,10 @@ class FailureFiles:
     def replay(self, result: CellResult) -> str | None:
         """Returns the command that judges the failure of a cell again, if it has one."""
         cell = result.cell
-        file = self.of(cell) or (cell.candidate.known_failure.example if cell.candidate.known_failure else None)
+        known = cell.candidate.known_failure
+        file = self.of(cell)
+        if file is None and known is not None:
+            file = known.example
         if file is None:
             return None
         trust = " --trust" if needs_trust(cell.candidate.source) else ""

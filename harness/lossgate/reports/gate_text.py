@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gate's verdict on one screen."""
+"""Prints the verdict of a gate on one screen."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,16 +11,16 @@ from rich.markup import escape
 from lossgate.base.spelling import counted
 from lossgate.gate.gate_verdict import Committed, GatedCell, GateReason, GateVerdict
 from lossgate.reports.causes import CausesSoFar
-from lossgate.reports.describe import print_detail, replay_line
+from lossgate.reports.describe import escaped, print_detail, replay_line
 from lossgate.reports.gate_files.findings import GateFinding, GateFindings
-from lossgate.reports.plain import printable, printable_lines
+from lossgate.reports.plain import printable_lines
 
 _SHOWN = 3
 """How many cells of each reason are shown. All reasons fit on a screen, and files have the rest."""
 
 
 def print_gate(verdict: GateVerdict, console: Console) -> None:
-    """Prints the verdict, what keeps the gate closed, and what was counted."""
+    """Prints the verdict, the numbers of cells, and the reasons that keep the gate closed."""
     for line in _lines(verdict):
         print_detail(console, line)
 
@@ -33,21 +33,22 @@ def _lines(verdict: GateVerdict) -> Iterator[str]:
     else:
         yield f"[bold red]CLOSED: {counted(len(findings.all), 'reason')}[/]"
     yield f"  {_cells(verdict)}"
-    yield f"  {_text(f'policy {verdict.policy.file}, {_evidence(verdict)}')}"
+    yield f"  {escaped(f'policy {verdict.policy.file}, {_evidence(verdict)}')}"
     for reason, found in findings.by_reason.items():
         yield from _section(reason, found)
     for heading, lines in findings.remarks:
-        yield from ("", _text(heading), *map(_text, lines))
+        yield from ("", escaped(heading), *map(escaped, lines))
 
 
 def _cells(verdict: GateVerdict) -> str:
-    """Counts the cells."""
+    """Returns the number of cells with each verdict."""
     required = [cell for cell in verdict.cells if cell.required or not cell.passes]
     counts = Counter(map(_word, required))
-    words = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+    line = counted(len(required), "cell")
+    if counts:
+        line += f": {', '.join(f'{count} {word}' for word, count in sorted(counts.items()))}"
     others = len(verdict.cells) - len(required)
-    more = f"; {others} more that no rule asks for" if others else ""
-    return f"{counted(len(required), 'cell')}{': ' * bool(words)}{words}{more}"
+    return f"{line}; {others} more that no rule asks for" if others else line
 
 
 def _word(cell: GatedCell) -> str:
@@ -60,13 +61,13 @@ def _evidence(verdict: GateVerdict) -> str:
     if verdict.committed is Committed.NO:
         commits += ", with changes that are not committed"
     versions = [f"{name} {' and '.join(found)}" for name, found in verdict.versions.items() if name != "machine"]
-    return f"evidence in {files}{commits}{', ' * bool(versions)}{', '.join(versions)}"
+    return ", ".join([f"evidence in {files}{commits}", *versions])
 
 
 def _section(reason: GateReason, findings: Sequence[GateFinding]) -> Iterator[str]:
     """Yields a heading, the first findings below it, and how many more there are.
 
-    The heading is the word that the documentation explains, and that other programs are given.
+    The heading is the word for the reason in the documentation and in the files.
     """
     groups = _by_cell(findings)
     yield ""
@@ -74,39 +75,37 @@ def _section(reason: GateReason, findings: Sequence[GateFinding]) -> Iterator[st
     for group in groups[:_SHOWN]:
         yield from _group(group)
         if replay := group[0].replay:
-            yield replay_line(_text(replay))
+            yield replay_line(escaped(replay))
     if more := sum(map(len, groups[_SHOWN:])):
         yield f"  and {more} more like {'this' if len(findings) - more == 1 else 'these'}"
 
 
 def _by_cell(findings: Sequence[GateFinding]) -> list[list[GateFinding]]:
-    """Returns those of no single cell each alone, and those of one cell together."""
+    """Groups findings: first those of no single cell, each alone, then those of each cell."""
     alone = [[finding] for finding in findings if finding.cell is None]
-    others = groupby((finding for finding in findings if finding.cell), lambda finding: finding.blocker.cell)
-    return [*alone, *(list(group) for _, group in others)]
+    of_cells = [finding for finding in findings if finding.cell is not None]
+    groups = groupby(of_cells, lambda finding: finding.blocker.cell)
+    return [*alone, *(list(group) for _, group in groups)]
 
 
 def _group(group: Sequence[GateFinding]) -> Iterator[str]:
     """Yields the findings of one cell, which is named once, or a finding of no single cell.
 
-    What evidence says of the cell has lines of its own.
+    Quotations from evidence have lines of their own.
     """
-    for number, finding in enumerate(group):
-        about = f"{finding.cell.key}: " if finding.cell is not None else ""
-        found = _of_evidence(finding)
-        said = finding.blocker.message if found else finding.blocker.sentence
-        yield f"{'    also: ' if number else f'  {_text(about)}'}{_text(' '.join(said.split()))}"
-        yield from (f"    {escape(line)}" for line in found)
+    cell = group[0].cell
+    start = "  " if cell is None else f"  {escaped(f'{cell.key}: ')}"
+    for finding in group:
+        quoted = _quoted(finding)
+        said = finding.blocker.message if quoted else finding.blocker.sentence
+        yield f"{start}{escaped(' '.join(said.split()))}"
+        yield from (f"    {escape(line)}" for line in quoted)
+        start = "    also: "
 
 
-def _of_evidence(finding: GateFinding) -> Sequence[str]:
-    """Returns in lines what a finding quotes of its cell's evidence."""
+def _quoted(finding: GateFinding) -> Sequence[str]:
+    """Returns the lines that a finding quotes from the evidence of its cell."""
     if not finding.blocker.why or finding.cell is None or finding.cell.summary is None:
         return ()
     summary = finding.cell.summary
     return (*printable_lines(summary.reasons), *CausesSoFar().lines(summary))
-
-
-def _text(text: str) -> str:
-    """Returns text from files, fit for a line of rich markup."""
-    return escape(printable(text))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``lossgate list`` shows: all specs and properties, one spec, or the candidates of a file."""
+"""Writes the lines of ``lossgate list``: all specs, one spec, or the candidates of a file."""
 
 from collections.abc import Iterator, Mapping
 from textwrap import wrap
@@ -16,8 +16,8 @@ from lossgate.specs.spec import Spec
 
 
 def overview(width: int) -> Iterator[str]:
-    """Yields lines of rich markup that list the specs, of lossgate and of installed packages, and
-    the properties.
+    """Yields lines of rich markup that list the specs of lossgate and of installed packages, the
+    properties, the layouts, and what else there is.
     """
     specs = {
         name: f"{spec.summary} (from {', '.join(spec.inputs)})" if isinstance(spec, Spec) else str(spec)
@@ -35,16 +35,16 @@ def overview(width: int) -> Iterator[str]:
 
 
 def _columns(title: str, entries: Mapping[str, str], width: int) -> Iterator[str]:
-    """Yields a heading, and each name with what it means beside it."""
+    """Yields a heading, and each name with its meaning."""
     yield f"[bold]{title}[/]"
     longest = max(map(len, entries))
     further = longest + 2 if width - longest >= _READABLE else 4
     for name, meaning in entries.items():
-        yield from hanging(f"{name:{longest}}  ", meaning, width, indent=2, further=further)
+        yield from _hanging(f"{name:{longest}}  ", meaning, width, indent=2, further=further)
 
 
 _READABLE = 40
-"""A column of text that is narrower begins below its name."""
+"""The least width of a column of meanings. With less, their further lines begin farther left."""
 
 
 _LAYOUTS = {
@@ -67,32 +67,31 @@ _NEXT = {
 
 
 def described(spec: Spec, width: int) -> Iterator[str]:
-    """Yields lines of rich markup that say everything about a spec.
+    """Yields lines of rich markup that describe a spec in full.
 
-    No word of them is cut or left out, however narrow they are. A word that is wider than a line
-    has one of its own.
+    No word is cut, however narrow the lines are. A word that is too wide has its own line.
     """
-    yield from hanging(f"{spec.name}: ", spec.summary, width)
+    yield from _hanging(f"{spec.name}: ", spec.summary, width)
     if spec.source:
-        yield from hanging("source: ", spec.source, width)
+        yield from _hanging("source: ", spec.source, width)
     for section in sections(spec):
         yield ""
-        yield from (f"[bold]{line}[/]" for line in hanging("", section.title, width))
+        yield from (f"[bold]{line}[/]" for line in _hanging("", section.title, width))
         if section.about:
-            yield from hanging("", section.about, width)
+            yield from _hanging("", section.about, width)
         for entry in section.entries:
             columns = zip(section.columns, entry.facts, strict=True)
             facts = (fact if column in _PLAIN else f"{column}: {fact}" for column, fact in columns)
-            yield from hanging(f"{entry.name}  ", "; ".join(facts), width, indent=2, further=8)
-            yield from hanging("", entry.meaning, width, indent=6)
+            yield from _hanging(f"{entry.name}  ", "; ".join(facts), width, indent=2, further=8)
+            yield from _hanging("", entry.meaning, width, indent=6)
 
 
 _PLAIN = ("dims", "dtype")
-"""What a reader knows by sight."""
+"""The columns whose facts are shown without the heading of the column."""
 
 
-def hanging(name: str, text: str, width: int, indent: int = 0, further: int = 4) -> list[str]:
-    """Returns a name and a text in lines of rich markup, of which all but the first are indented
+def _hanging(name: str, text: str, width: int, indent: int = 0, further: int = 4) -> list[str]:
+    """Returns a name and a text as lines of rich markup. All lines but the first are indented
     further.
     """
     lines = wrap(
@@ -123,27 +122,29 @@ def declared(target: str, width: int) -> Iterator[str]:
     if candidates:
         yield f"[bold]candidates of {escape(target)}[/]"
     for candidate in candidates:
-        yield from hanging(f"{candidate.name}  ", _of_candidate(candidate), width, indent=2)
+        yield from _hanging(f"{candidate.name}  ", _of_candidate(candidate), width, indent=2)
         if candidate.good_for:
-            yield from hanging("", f"good for {candidate.good_for}", width, indent=6)
+            yield from _hanging("", f"good for {candidate.good_for}", width, indent=6)
     if specs:
         yield f"[bold]specs of {escape(target)}[/]"
     for spec in specs:
         text = f"{spec.summary} (from {', '.join(spec.inputs)}); lossgate list {target}:{spec.name} describes it"
-        yield from hanging(f"{spec.name}  ", text, width, indent=2)
+        yield from _hanging(f"{spec.name}  ", text, width, indent=2)
 
 
 def _of_candidate(candidate: Candidate) -> str:
-    supports = (
-        f"{name} {'any' if values is ANY else '/'.join(map(str, values))}"
-        for name in candidate.supports
-        for values in [candidate.supported(name)]
-    )
-    facts = (
+    facts = [
         f"spec {candidate.spec.name}",
         f"head {candidate.head}",
         f"tokens {candidate.tokens}",
         f"axes {', '.join(candidate.axes) or 'none'}",
         f"dtypes {', '.join(candidate.dtypes)}",
-    )
-    return "; ".join((*facts, *([f"supports {', '.join(supports)}"] if candidate.supports else [])))
+    ]
+    if candidate.supports:
+        facts.append(f"supports {', '.join(_supported(candidate, name) for name in candidate.supports)}")
+    return "; ".join(facts)
+
+
+def _supported(candidate: Candidate, name: str) -> str:
+    values = candidate.supported(name)
+    return f"{name} {'any' if values is ANY else '/'.join(map(str, values))}"

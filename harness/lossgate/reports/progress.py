@@ -14,7 +14,7 @@ from lossgate.engine.cell import Cell
 
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _LEAST = 3
-"""From so few cells nothing can be said about the time that the others take."""
+"""The remaining time is estimated once so many cells are done."""
 
 
 class CellProgress:
@@ -64,7 +64,7 @@ class CellProgress:
 
 
 class _Times(ProgressColumn):
-    """The time so far, and about how much is left: as much for each cell as so far."""
+    """Shows the time so far, and the time left if further cells take as long as those before."""
 
     def render(self, task: Task) -> Text:
         elapsed = task.elapsed or 0.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says once for many cells what was not seen in them, and what they were not held to."""
+"""Shows remarks on cells. A remark that many cells have in common is shown once."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from lossgate.base.spelling import counted
 
@@ -10,15 +10,15 @@ NOT_DISTINGUISHED = "Not distinguished: a kernel that takes one of these choices
 EXEMPT = "Not held to these properties, as the candidates declare:"
 EXCLUDED = "Not verified, because the candidates declare that they are never given such problems:"
 _NAMED = 3
-"""Candidates that are named."""
+"""The most candidates that are named."""
 
 
 def remark_lines(heading: str, cells: Iterable[tuple[str, tuple[str, ...]]]) -> list[str]:
-    """Returns a heading and one line for the same remark on many cells; nothing if there are none.
+    """Returns a heading and a line for each remark; nothing if there are no remarks.
 
     Args:
-        heading: what the remarks are about.
-        cells: the name of each cell's candidate, and the remarks on it.
+        heading: the subject of the remarks.
+        cells: for each cell, the name of its candidate and the remarks on it.
     """
     found: dict[str, Counter[str]] = {}
     for candidate, remarks in cells:
@@ -34,4 +34,10 @@ def _names(candidates: list[str]) -> str:
     left = len(candidates) - _NAMED
     if left > 0:
         return f"{', '.join(candidates[:_NAMED])} and {left} more"
-    return " and ".join(filter(None, [", ".join(candidates[:-1]), candidates[-1]]))
+    *others, last = candidates
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def in_pairs(declared: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns each thing that a candidate declares, with the reason that it gives."""
+    return tuple(f"{what}: {why}" for what, why in declared.items())

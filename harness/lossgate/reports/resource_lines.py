@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what a call used, beside the budgets that the candidate declares."""
+"""Shows the resources that a call used, and the budgets that the candidate declares."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -12,14 +12,14 @@ _NAMES = {
 }
 _UNITS = ("elements", "bytes", "calls")
 _NOTHING = 1e-9
-"""Stands for a budget of 0."""
+"""Divides a use if the budget is 0."""
 
 
 def nearest_to_budgets(measured: Iterable[tuple[str, str, Mapping[str, Mapping[str, float]]]]) -> Iterator[str]:
-    """Yields a line for each candidate and each of its budgets: the cell that comes nearest to it.
+    """Yields a line for each budget of each candidate, about the cell that comes nearest to it.
 
     Args:
-        measured: candidate, cell and what a call used there.
+        measured: for each cell, its candidate, its name and the resources that a call used.
     """
     nearest: dict[tuple[str, str], tuple[float, str]] = {}
     for candidate, cell, resources in measured:
@@ -35,7 +35,7 @@ def nearest_to_budgets(measured: Iterable[tuple[str, str, Mapping[str, Mapping[s
 
 
 def resource_lines(resources: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Yields a line for each thing that was used, and one for the sizes of the problem.
+    """Yields a line for each resource, and one for the sizes of the problem.
 
     Args:
         resources: as evidence has them: numbers by name.
@@ -52,5 +52,5 @@ def _line(name: str, numbers: Mapping[str, float]) -> str:
     used = [f"{number:,.15g} {what}" for what, number in numbers.items() if what not in ("budget", *_PHASES)]
     phases = [f"{numbers[phase]:,.15g} in {phase}" for phase in _PHASES if phase in numbers]
     budget = [f"of a budget of {numbers['budget']:,.15g}"] if "budget" in numbers else []
-    in_brackets = [f"({', '.join(phases)})"] * bool(phases)
+    in_brackets = [f"({', '.join(phases)})"] if phases else []
     return " ".join([f"{_NAMES.get(name, name)}: {', '.join(used)}", *budget, *in_brackets])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words and colours of verdicts, and the numbers beside them."""
+"""The words and colours of verdicts, and the numbers shown with them."""
 
 from math import inf
 from typing import NamedTuple
@@ -11,19 +11,26 @@ STYLES = {Verdict.AGREE: "green", Verdict.DISAGREE: "bold red", Verdict.INCONCLU
 KNOWN_STYLE = "cyan"
 _WORST_FIRST = (Verdict.DISAGREE, Verdict.INCONCLUSIVE, Verdict.AGREE)
 _FAR = 10
-"""A statistic that is so many times its limit is as wrong as a larger one."""
+"""Statistics that are so many times their limit, or more, are shown alike."""
+
+
+NOTHING = "nothing"
+"""Shown for cells in which an output could be off by 100% without being seen."""
 
 
 class ShownVerdict(NamedTuple):
-    """How the verdict of a cell is shown. ``note`` names the known failure of an expected one."""
+    """The verdict of a cell as it is shown."""
 
     word: Verdict
     note: str = ""
+    """The name of the known failure, if the cell disagrees as expected."""
 
     @classmethod
     def of(cls, cell: CellRecord) -> "ShownVerdict":
         known = cell.known_failure
-        return cls(cell.verdict, f"(known: {printable(known.name)})" if known is not None and known.expected else "")
+        if known is None or not known.expected:
+            return cls(cell.verdict)
+        return cls(cell.verdict, f"(known: {printable(known.name)})")
 
     @property
     def expected(self) -> bool:
@@ -39,7 +46,7 @@ class ShownVerdict(NamedTuple):
 
     @property
     def order(self) -> tuple[int, bool]:
-        """Sorts the worst verdict first, and a known failure after other disagreements."""
+        """A key that sorts the worst verdict first, known failures after other disagreements."""
         return _WORST_FIRST.index(self.word), self.expected
 
     def __str__(self) -> str:
@@ -47,23 +54,27 @@ class ShownVerdict(NamedTuple):
 
 
 def share(margin: float | None, *, whole: bool = False) -> str:
-    """Returns a share of a limit. How far it is above the limit says little.
+    """Returns a share of a limit as text. A large share is shown as "> 10".
 
     Args:
         margin: the share; None if it is infinite.
-        whole: whether it is written out, however large.
+        whole: whether a large share is written out.
     """
     number = inf if margin is None else margin
-    return f"{number:.2f}" if number < _FAR else f"{number:.2g}" if whole else f"> {_FAR}"
+    if number < _FAR:
+        return f"{number:.2f}"
+    return f"{number:.2g}" if whole else f"> {_FAR}"
 
 
 def percent(mde: float | None) -> str:
-    """Returns a minimum detectable effect. A pool that could be off by more than itself detects
-    nothing.
+    """Returns a minimum detectable effect as text, such as "0.12%" or "3.9e-07".
 
     Args:
         mde: the effect; None if it is infinite.
     """
     if mde is None or mde > 1:
-        return "nothing"
-    return f"{mde:.2g}" if mde < 1e-4 else f"{float(f'{100 * mde:.2g}'):g}%"
+        return NOTHING
+    if mde < 1e-4:
+        return f"{mde:.2g}"
+    rounded = float(f"{100 * mde:.2g}")
+    return f"{rounded:g}%"

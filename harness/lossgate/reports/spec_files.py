@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what follows from the built-in specs: their pages in the docs, and the classes of their
-inputs and options for editors and type checkers.
+"""Writes files about the built-in specs: their pages in the docs, and the classes of their inputs
+and options for editors and type checkers.
 
     python -m lossgate.reports.spec_files          # writes them
-    python -m lossgate.reports.spec_files --check  # exits with 1 if a file is not as it should be
+    python -m lossgate.reports.spec_files --check  # exits with 1 if a file is out of date
 """
 
 import sys
@@ -30,7 +30,7 @@ def files() -> dict[Path, str]:
 
 
 def stale() -> list[str]:
-    """Returns the files that are not as they should be, and those that are left over."""
+    """Returns the files that are out of date, and the pages that belong to no spec."""
     wanted = files()
     wrong = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
     left = [path for path in _PAGES.glob("*") if path not in wanted]
@@ -44,8 +44,8 @@ def _index() -> Iterator[str]:
     yield "# Specs"
     yield ""
     yield from wrap(
-        "What a kernel of each loss is given, what it may return, and what problems must show. These pages are "
-        "written from the code; [the formulas](../losses.md) have a page of their own. `lossgate list` shows the same.",
+        "These pages say, for each loss, what a kernel is given, what it may return, and what problems must show. They "
+        "are written from the code. [The formulas](../losses.md) are on another page. `lossgate list` shows the same.",
         100,
         break_on_hyphens=False,
     )
@@ -63,11 +63,13 @@ def page(spec: Spec) -> Iterator[str]:
     yield f"# Spec {spec.name}"
     yield ""
     said = f"{spec.summary[:1].upper()}{spec.summary[1:]}."
-    said += f" Source: {spec.source}." * bool(spec.source) + " [Losses](../losses.md) has the formula."
+    if spec.source:
+        said += f" Source: {spec.source}."
+    said += " [Losses](../losses.md) has the formula."
     if spec.group_size > 1 and len(spec.inputs) > 1:
         said += (
             " [Losses of sequences and pairs](../../how-to/own-loss.md#losses-of-sequences-and-pairs) shows a kernel "
-            "of pairs, and how cp ranks add up what each has of a sequence."
+            "of pairs, and how cp ranks add up their parts of a sequence."
         )
     yield from wrap(said, 100, break_on_hyphens=False)
     yield ""
@@ -90,15 +92,14 @@ def _table(heading: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterato
     yield f"| {' | '.join(heading)} |"
     yield "|" + "---|" * len(heading)
     for row in rows:
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+        escaped = (cell.replace("|", "\\|") for cell in row)
+        yield f"| {' | '.join(escaped)} |"
 
 
 def main(arguments: list[str]) -> int:
     """Writes the files of a checkout, or checks them."""
     if not (_ROOT / "pyproject.toml").is_file():
-        print(
-            "these files are those of a checkout of lossgate; install it with pip install --editable", file=sys.stderr
-        )
+        print("only a checkout of lossgate has these files; install it with pip install --editable", file=sys.stderr)
         return 2
     wrong = stale()
     if "--check" in arguments:

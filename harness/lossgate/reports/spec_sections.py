@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is to know of a spec, for the screen and for its page in the docs."""
+"""Describes a spec in sections, for the screen and for its page in the docs."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from lossgate.specs.spec import Spec
 
 @dataclass(frozen=True)
 class SpecEntry:
-    """A name with what is known of it, in the columns of its section, and what it means."""
+    """A row of a section: a name, a fact for each column, and the meaning of the name."""
 
     name: str
     facts: tuple[str, ...]
@@ -28,52 +28,54 @@ class SpecEntry:
 
 @dataclass(frozen=True)
 class Section:
-    """Some of what there is to know of a spec."""
+    """A table of facts about a spec."""
 
     title: str
     about: str
-    """A sentence before the entries; may be empty."""
+    """A text before the entries; it may be empty."""
     columns: tuple[str, ...]
-    """What the facts are."""
+    """The headings of the facts."""
     entries: tuple[SpecEntry, ...]
     is_code: bool = True
-    """Whether names are those of code."""
+    """Whether the names are names in code."""
 
 
 def sections(spec: Spec) -> Iterator[Section]:
-    """Yields everything that the author of a kernel needs to know of a spec."""
-    own = [_head(spec, name) for name in spec.inputs]
+    """Yields the sections of a spec that are not empty: all that the author of a kernel needs."""
+    heads = [_head(spec, name) for name in spec.inputs]
     added = Section(
         "inputs at every head",
         "What this loss adds to the labels and the mask.",
         _FIELD,
         _fields(spec.added),
     )
-    common = {name: own for name, own in fields_of(spec.batch_type).items() if name in fields_of(Batch)}
+    of_every_batch = fields_of(Batch)
+    common = {name: field for name, field in fields_of(spec.batch_type).items() if name in of_every_batch}
     everywhere = Section(
         "inputs of every spec",
-        "They are there at every head, too. A reference gets floats as float64.",
+        "Every head has them, too. A reference gets floats as float64.",
         _FIELD,
         _fields(common),
     )
     parts = Section(
         "dims",
-        "What a rank has of each. On a layout that does not split it, that is the whole.",
+        "The part of each dim that a rank has. If a layout does not split the dim, each rank has all of it.",
         ("split over",),
         tuple(_dims(spec)),
     )
     options = Section("options", _about_options(spec), _OPTION, tuple(map(_option, spec.options)))
+    has_logits = any(HEADS[head].has_logits for head in spec.inputs)
     general = Section(
         "options of every spec",
-        "Not fields of options: a candidate says in supports whether it takes such problems.",
+        "They are no fields of options. A candidate says in supports whether it takes such problems.",
         _OPTION,
-        tuple(map(_option, COMMON_OPTIONS.values())) if any(HEADS[head].has_logits for head in spec.inputs) else (),
+        tuple(map(_option, COMMON_OPTIONS.values())) if has_logits else (),
     )
     outputs = Section("outputs", "What a candidate may return. It must return the first.", (), tuple(_outputs(spec)))
     together = Section(
         "what ranks make together",
-        "By default; lossgate.Contract says otherwise. sum: the ranks' results add up to the whole, and lossgate adds "
-        "them up. replicate: each has the whole. split: each has its own part.",
+        "This is the default, which lossgate.Contract can change. sum: lossgate adds up the results of the ranks. "
+        "replicate: each rank has the whole. split: each rank has its own part.",
         ("over dp", "over cp", "over tp"),
         tuple(_together(spec)),
     )
@@ -81,29 +83,30 @@ def sections(spec: Spec) -> Iterator[Section]:
     of_metrics = Section("metrics", _OF_METRICS, ("ranks",), metrics)
     scenarios = Section(
         "scenarios",
-        "Ways in which problems draw the fields. A candidate that is never given some says so in supports, with "
-        "lossgate.Excluded.",
+        "Ways in which problems draw the fields. If a candidate is never given some of them, it says so in supports, "
+        "with lossgate.Excluded.",
         ("default", "choices"),
         tuple(map(_chosen, spec.situations.values())),
     )
     by_scenario = {f"{scenario.name}: {choice}" for scenario in spec.scenarios for choice in scenario.choices}
+    shown_goals = {
+        name: goal for name, goal in spec.all_goals.items() if name not in by_scenario and _is_of(spec, goal)
+    }
     goals = Section(
         "coverage goals",
-        "Situations that problems must reach before a verdict counts. Each scenario's choice is one, too.",
+        "Situations that problems must reach before a verdict counts. Each choice of a scenario is a goal, too.",
         ("where",),
-        tuple(
-            _goal(name, goal) for name, goal in spec.all_goals.items() if name not in by_scenario and _is_of(spec, goal)
-        ),
+        tuple(_goal(name, goal) for name, goal in shown_goals.items()),
         is_code=False,
     )
-    every = (*own, added, everywhere, parts, options, general, outputs, together, of_metrics, scenarios, goals)
+    every = (*heads, added, everywhere, parts, options, general, outputs, together, of_metrics, scenarios, goals)
     yield from (section for section in every if section.entries)
 
 
 _FIELD = ("dims", "dtype")
 _OF_METRICS = (
-    "What a candidate may return in metrics: scalars. lossgate makes the whole of the parts of dp and cp ranks as "
-    "ranks says; each tp rank has the same."
+    "Scalars that a candidate may return in metrics. The column ranks says how lossgate puts the results of dp and cp "
+    "ranks together. Each tp rank has the same result."
 )
 _OPTION = ("default", "problems draw")
 
@@ -133,10 +136,11 @@ def _fields(fields: Mapping[str, Field]) -> tuple[SpecEntry, ...]:
 
 
 def _option(option: Option) -> SpecEntry:
-    return SpecEntry(option.name, (repr(option.default), _drawn(option)), option.meaning)
+    return SpecEntry(option.name, (repr(option.default), drawn_by_problems(option)), option.meaning)
 
 
-def _drawn(option: Option) -> str:
+def drawn_by_problems(option: Option) -> str:
+    """Returns the choices of an option that problems draw, in words."""
     return option.domain if option.interval else ", ".join(map(repr, dict.fromkeys(option.choices)))
 
 
@@ -148,19 +152,18 @@ def _chosen(scenario: Option) -> SpecEntry:
 
 
 def _dims(spec: Spec) -> Iterator[SpecEntry]:
-    """Yields the dims that the inputs of a spec have."""
+    """Yields an entry for each dim of the inputs of a spec."""
     inputs = (field for head in spec.inputs for field in fields_of(spec.inputs[head]).values())
     for name, part in parts_of(dim for field in inputs for dim in field.dims).items():
         yield SpecEntry(name, (", ".join(part.split_over) or "nothing",), part.meaning)
 
 
 def _together(spec: Spec) -> Iterator[SpecEntry]:
-    """Yields how the parts of each output and gradient make the whole."""
+    """Yields an entry for each output and gradient: how the parts of ranks make the whole."""
     contract = Contract()
     for name in spec.outputs:
-        yield _made(
-            RETURNED[name], contract, "returned in float32, or in the dtype that Precision(returned=...) declares"
-        )
+        meaning = "returned in float32, or in the dtype that Precision(returned=...) declares"
+        yield _made(RETURNED[name], contract, meaning)
     leaves = {leaf: dims for head in spec.inputs for leaf, dims in HEADS[head].leaves.items()}
     for leaf, dims in leaves.items():
         yield _made(gradient_output(leaf, dims), contract, f"what backward leaves in inputs.{leaf}.grad")
@@ -171,7 +174,7 @@ def _made(output: Output, contract: Contract, meaning: str) -> SpecEntry:
 
 
 def made_of_ranks(output: Output, contract: Contract) -> tuple[str, ...]:
-    """Returns how ranks make the whole of an output, in a word for each axis of ``AXES``."""
+    """Returns how the parts of ranks make the whole of an output: a word for each of ``AXES``."""
     placements = contract.placements(output)
     split = {axis for part in parts_of(output.dims).values() for axis in part.split_over}
     return tuple("split" if axis in split else placements[axis] for axis in AXES)
@@ -195,16 +198,20 @@ def _is_of(spec: Spec, goal: CoverageGoal) -> bool:
 
 
 def _goal(name: str, goal: CoverageGoal) -> SpecEntry:
-    heads = f"heads {', '.join(goal.heads)}" if goal.heads else ""
-    over = f" over {goal.least_ranks} ranks or more" if goal.least_ranks > 2 else ""
-    axes = f"layouts that split {' or '.join(goal.axes)}{over}" if goal.axes else ""
-    dtypes = f"in {', '.join(goal.dtypes)}" if goal.dtypes else ""
-    return SpecEntry(name, ("; ".join(filter(None, (heads, axes, dtypes))) or "everywhere",), goal.meaning)
+    where: list[str] = []
+    if goal.heads:
+        where.append(f"heads {', '.join(goal.heads)}")
+    if goal.axes:
+        over = f" over {goal.least_ranks} ranks or more" if goal.least_ranks > 2 else ""
+        where.append(f"layouts that split {' or '.join(goal.axes)}{over}")
+    if goal.dtypes:
+        where.append(f"in {', '.join(goal.dtypes)}")
+    return SpecEntry(name, ("; ".join(where) or "everywhere",), goal.meaning)
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """What a rank has of a dim."""
+    """The part of a dim that a rank has."""
 
     split_over: tuple[str, ...]
     """The mesh axes over whose ranks it is split; none if each rank has all of it."""
@@ -215,10 +222,10 @@ _PARTS: Mapping[str, RankPart] = MappingProxyType(
     {
         "token": RankPart(
             ("dp", "cp"),
-            "the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its cp rank",
+            "the tokens of its dp rank's sequences, padded; of each sequence, the two zigzag chunks of its cp rank",
         ),
         "sequence": RankPart(("dp",), "the sequences of its dp rank"),
-        "sequences+1": RankPart(("dp",), "one more than its dp rank has sequences"),
+        "sequences+1": RankPart(("dp",), "an entry for each sequence of its dp rank, and one more"),
         "vocab": RankPart(
             ("tp",), "rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split is padded"
         ),
@@ -229,7 +236,7 @@ _WHOLE = RankPart((), "the whole")
 
 
 def parts_of(dims: Iterable[str]) -> dict[str, RankPart]:
-    """Returns what a rank has of some dims, by name, those that are split first."""
+    """Returns the part that a rank has of each dim, by name; dims that may be split come first."""
     named = {*dims}
     known = {name: part for name, part in _PARTS.items() if name in named}
     return known | dict.fromkeys(sorted(named - known.keys()), _WHOLE)

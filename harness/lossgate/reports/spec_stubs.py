@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the inputs and options of the built-in specs for editors and type checkers: what an editor
-shows of a class and of each field says all that is needed to write a kernel.
+"""Writes classes for the inputs and options of the built-in specs, for editors and type checkers.
+
+Their docstrings say everything that the author of a kernel needs.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from lossgate.base.layout import AXES
 from lossgate.declaration.contract import Contract
 from lossgate.losses import SPECS
-from lossgate.reports.spec_sections import made_of_ranks, parts_of
+from lossgate.reports.spec_sections import drawn_by_problems, made_of_ranks, parts_of
 from lossgate.specs.heads import HEADS
 from lossgate.specs.option import Option
 from lossgate.specs.outputs import RETURNED, Output, gradient_output
@@ -26,7 +27,7 @@ _WRITTEN = '''# SPDX-License-Identifier: Apache-2.0
 """{}"""
 '''
 _WIDTH = 93
-"""Of docstrings in a class, without their indentation and quotes."""
+"""The width of docstrings in a class, without their indentation and quotes."""
 
 
 # Inputs
@@ -35,8 +36,8 @@ _WIDTH = 93
 def inputs_stub() -> Iterator[str]:
     """Yields the lines of ``lossgate/inputs.pyi``.
 
-    The fields of heads and of every batch stand in classes of their own, from which the others
-    inherit. So authors of a spec find them, too.
+    The fields of heads and of every batch are in classes of their own, from which the other classes
+    inherit. Authors of specs use them, too.
     """
     yield _WRITTEN.format("What a kernel is given on each rank: a class for each spec and head.")
     yield "from torch import Tensor"
@@ -65,7 +66,7 @@ def _inputs_class(kind: type, bases: Iterable[str], doc: str, own: dict[str, Fie
 
 
 def _of_inputs(spec: Spec, head: str) -> str:
-    """Returns what the author of a kernel of a spec asks first."""
+    """Returns the docstring of the inputs of a spec at a head."""
     used = parts_of(dim for field in fields_of(spec.inputs[head]).values() for dim in field.dims)
     gradients = ", ".join(f"inputs.{leaf}.grad" for leaf in HEADS[head].leaves)
     returned = (f"``{name}``: {_shape(RETURNED[name].dims)}; {_together(RETURNED[name])}." for name in spec.outputs)
@@ -75,7 +76,7 @@ def _of_inputs(spec: Spec, head: str) -> str:
             "",
             *_paragraph(f"{spec.name}: {spec.summary}."),
             "",
-            *_paragraph("A rank has of each dim, or all of it where the layout does not split it:"),
+            *_paragraph("The part of each dim that a rank has; all of it if the layout does not split the dim:"),
             "",
             *_items(f"{name}: {part.meaning}." for name, part in used.items()),
             "",
@@ -88,7 +89,7 @@ def _of_inputs(spec: Spec, head: str) -> str:
             *_items(returned),
             "",
             *_paragraph(
-                f"``lossgate list {spec.name}`` shows its metrics, too; its options are those of "
+                f"``lossgate list {spec.name}`` also shows the metrics. The options are "
                 f"``lossgate.options.{spec.options_type.__name__}``."
             ),
         )
@@ -102,14 +103,15 @@ def _returns(spec: Spec) -> str:
 
 
 def _of_field(name: str, field: Field) -> str:
-    parts = (f"{dim}, on a rank: {part.meaning}." for dim, part in parts_of(field.dims).items())
-    gradients = f"Its gradients: {_together(gradient_output(name, field.dims))}."
-    paragraphs = (field.described, *parts, *([gradients] if field.dtype == "input" else ()))
-    return "\n\n".join("\n".join(_paragraph(one)) for one in paragraphs)
+    texts = [field.described]
+    texts += [f"{dim}, on a rank: {part.meaning}." for dim, part in parts_of(field.dims).items()]
+    if field.dtype == "input":
+        texts.append(f"Its gradients: {_together(gradient_output(name, field.dims))}.")
+    return "\n\n".join("\n".join(_paragraph(text)) for text in texts)
 
 
 _WAYS = {
-    "sum": "the sum of those of {} ranks is the whole, and lossgate adds them up",
+    "sum": "lossgate adds up the results of {} ranks",
     "split": "each {} rank has its own part",
     "replicate": "each {} rank has the same",
 }
@@ -146,7 +148,7 @@ def _options_class(spec: Spec) -> Iterator[str]:
     yield ""
     yield f"class {kind.__name__}(_{kind.__name__}):"
     said = f"The options of spec {spec.name}: {spec.summary}."
-    kept = "One that a candidate does not name in ``supports`` keeps its default."
+    kept = "An option that a candidate does not name in ``supports`` keeps its default."
     yield from _docstring("\n".join((*_paragraph(said), "", *_paragraph(kept))))
     for field in own:
         yield from ("", f"    {field.name}: {_type(types[field.name])} = {_literal(field.default)}")
@@ -154,8 +156,8 @@ def _options_class(spec: Spec) -> Iterator[str]:
 
 
 def _of_option(option: Option) -> list[str]:
-    drawn = option.domain if option.interval else ", ".join(map(repr, dict.fromkeys(option.choices)))
-    return [*_paragraph(f"{option.meaning}."), "", f"Default: {option.default!r}. Problems draw: {drawn}."]
+    line = f"Default: {option.default!r}. Problems draw: {drawn_by_problems(option)}."
+    return [*_paragraph(f"{option.meaning}."), "", line]
 
 
 # Text

@@ -15,28 +15,28 @@ _WIDTH = 100
 
 
 def write_starter(spec: Spec, head: str | None, name: str | None, folder: Path) -> tuple[Path, Path]:
-    """Writes ``NAME.py``, a candidate that runs, and ``test_NAME.py`` beside it.
+    """Writes ``NAME.py`` with a candidate that runs, and ``test_NAME.py``, into a folder.
 
     Args:
-        spec: the loss, one that has a name in ``lossgate list``.
-        head: where the kernel starts; by default the spec's first.
-        name: of the kernel; by default ``my_`` and the name of the spec.
-        folder: where to write.
+        spec: the loss; it must be in ``lossgate list``.
+        head: where the kernel starts; by default at the first head of the spec.
+        name: the name of the kernel; by default ``my_`` and the name of the spec.
+        folder: the folder of the files.
 
     Raises:
-        UsageError: if the spec has no such head, the name can't be one of Python, or a file is
-            there already. Nothing is written then.
+        UsageError: if the spec has no such head, the name is no valid name in Python, or a file
+            exists already. Nothing is written then.
     """
     start = head or next(iter(spec.inputs))
     if start not in spec.inputs:
         raise UsageError(f"init: --head {start}: spec {spec.name!r} has no such head; {nearest(start, spec.inputs)}")
     called = name or f"my_{spec.name}"
     if not called.isidentifier() or iskeyword(called):
-        raise UsageError(f"init: --name {called}: expected a name of Python, such as my_{spec.name}")
+        raise UsageError(f"init: --name {called}: expected a valid Python name, such as my_{spec.name}")
     kernel, test = folder / f"{called}.py", folder / f"test_{called}.py"
     for file in (kernel, test):
         if file.exists():
-            raise UsageError(f"init: {file} is there already, and stays as it is; choose another --name or --folder")
+            raise UsageError(f"init: {file} exists already and is not overwritten; choose another --name or --folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         kernel.write_text(_kernel(spec, start, called))
@@ -71,7 +71,7 @@ def _kernel(spec: Spec, head: str, name: str) -> str:
         "    #",
         *_inputs(spec, head),
         "    #",
-        *_comment(f"It returns lossgate.Outputs({returned}), of which it must return the first."),
+        *_comment(f"It returns lossgate.Outputs({returned}). Only the first is required."),
         *_comment(f"lossgate list {spec.name} has all inputs, options and metrics."),
         f'    return dense_kernel("{spec.name}", "{head}")(inputs, options, mesh)',
     ]
@@ -79,17 +79,17 @@ def _kernel(spec: Spec, head: str, name: str) -> str:
 
 
 def _supports(spec: Spec) -> Iterator[str]:
-    """Yields lines that name every option, so that one which is on by default is no surprise."""
+    """Yields lines that name every option, because a kernel must obey the defaults, too."""
     if spec.options:
         yield "    supports={"
-        yield "        # An option that is not here keeps its default, and the kernel must do what that says."
+        yield "        # An option that is not listed keeps its default, which the kernel must obey."
         for option in spec.options:
             yield f'        # "{option.name}": lossgate.ANY,  # default: {option.default!r}'
         yield "    },"
 
 
 def _inputs(spec: Spec, head: str) -> Iterator[str]:
-    """Yields comments on the inputs that are a kernel's own, and the most common of the others."""
+    """Yields comments on the inputs of the head and the loss, and on the most common others."""
     yield from _comment("Each rank gets its own part:")
     for leaf, dims in HEADS[head].leaves.items():
         yield f"    #   inputs.{leaf}  [{', '.join(dims)}]"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses which cells that do not agree are described: of those that fail alike, the first."""
+"""Describes cells that do not agree. Of cells that fail alike, only the first is described."""
 
 import re
 from collections import Counter
@@ -15,15 +15,15 @@ from lossgate.reports.plain import printable_lines
 from lossgate.reports.shown_verdict import ShownVerdict
 
 _DESCRIBED = 3
-"""How many cells of a candidate are described in full."""
+"""The most cells of a candidate that are described in full."""
 
 
 class Stories:
-    """Describes cells that do not agree, and counts those that are like one before.
+    """Describes cells that do not agree, and counts those that are not described.
 
     Args:
-        whole: every cell is described.
-        placed: as for ``heading``.
+        whole: whether every cell is described.
+        placed: whether an unusual world and device are shown.
     """
 
     def __init__(self, *, whole: bool = False, placed: bool = False) -> None:
@@ -34,14 +34,14 @@ class Stories:
         self._name = ""
         self._listed = False
         self._more: Counter[bool] = Counter()
-        """How many cells of the candidate were not described, by whether they are like another."""
+        """Cells of the candidate without a description, by whether they are like another cell."""
 
     def of(self, cell: CellRecord, *, listed: bool) -> Iterator[str]:
         """Yields the lines of a cell that does not agree, in rich markup.
 
         Args:
             cell: what is shown.
-            listed: whether a cell that is not described has a line all the same.
+            listed: whether a cell that is not described still has a line.
         """
         self._candidate, self._name = (cell.source, cell.candidate), cell.candidate
         before = self._described.setdefault(self._candidate, set())
@@ -54,13 +54,14 @@ class Stories:
             return
         self._more[own in before] += 1
         if listed:
-            yield f"{heading(cell, placed=self._placed)}  {'like one above' if own in before else _first_reason(cell)}"
+            reason = "like one above" if own in before else _first_reason(cell)
+            yield f"{heading(cell, placed=self._placed)}  {reason}"
 
     def more_of_others(self, cell: CellRecord | None) -> Iterator[str]:
-        """Yields how many cells were not described, once the cells of a candidate are over.
+        """Yields how many cells of a candidate were not described, after its last cell.
 
         Args:
-            cell: the next one; None at the end.
+            cell: the next cell; None at the end.
         """
         if cell is not None and (cell.source, cell.candidate) == self._candidate:
             return
@@ -73,7 +74,7 @@ class Stories:
 
 
 def _kind(cell: CellRecord) -> Hashable:
-    """Returns what cells that fail alike have in common: the cause, or else what is wrong."""
+    """Returns a key that cells have in common if they fail alike: verdict, and cause or reason."""
     return ShownVerdict.of(cell), cell.cause or tuple(map(_without_numbers, cell.reasons[:1]))
 
 

@@ -28,15 +28,15 @@ class Volume(IntEnum):
     """How much of a run is shown."""
 
     QUIET = 0
-    """What does not pass, and the summary."""
+    """The cells that do not pass, and the summary."""
     NORMAL = 1
-    """Also the verdict table, and without a terminal a line for each cell."""
+    """Also the verdict table. Without a terminal, also a line for each cell."""
     VERBOSE = 2
-    """All cells, what does not agree in full, all that kernels print, and what the work cost."""
+    """All cells, each failing cell in full, the output of kernels, and the cost."""
 
 
 _PRINTED = 10
-"""The most lines that are shown of a candidate."""
+"""The most printed lines of a candidate that are shown."""
 
 
 class Terminal:
@@ -65,7 +65,7 @@ class Terminal:
             if self._progress is not None:
                 self._progress.started(event.cell)
         elif isinstance(event, CellAgrees):
-            if self._progress is not None:  # a log has the verdict alone, which this is not yet
+            if self._progress is not None:  # a log has only verdicts, and this is none yet
                 self._progress.agrees(event.cell)
         elif isinstance(event, CellFinished):
             if self._progress is not None:
@@ -107,9 +107,9 @@ class Terminal:
 
     @property
     def _lists_all(self) -> bool:
-        """Whether every cell has a line: a log should have it, and who watches has a bar."""
-        plain = not self.console.is_interactive and self._volume is Volume.NORMAL
-        return plain or self._volume is Volume.VERBOSE
+        """Whether every cell has a line. A log has them; on a terminal there is a progress bar."""
+        is_log = not self.console.is_interactive and self._volume is Volume.NORMAL
+        return is_log or self._volume is Volume.VERBOSE
 
     def _finish(self, event: RunFinished) -> None:
         self.close()
@@ -131,10 +131,10 @@ class Terminal:
 
 
 class _PrintedLines:
-    """Remembers what each candidate has printed, so that each line is shown once.
+    """Remembers the lines that each candidate has printed, so that each line is shown once.
 
     Args:
-        whole: all lines are shown, however many there are.
+        whole: whether all lines are shown, however many there are.
     """
 
     def __init__(self, *, whole: bool = False) -> None:
@@ -142,8 +142,12 @@ class _PrintedLines:
         self._seen: dict[str, set[str]] = {}
 
     def new(self, candidate: str, text: str) -> list[str]:
-        """Returns what to show of what a candidate has printed in a cell, a heading first; nothing
-        if all of it was shown before.
+        """Returns a heading and the lines that a candidate has not printed before; nothing if there
+        are no such lines.
+
+        Args:
+            candidate: the name of the candidate.
+            text: everything that it printed in a cell.
         """
         printed = Counter(line for line in text.splitlines() if line.strip())
         seen = self._seen.setdefault(candidate, set())
@@ -155,7 +159,9 @@ class _PrintedLines:
             return []
         lines = [f"  {candidate} printed {counted(printed.total(), 'line')}; each is shown once:"]
         lines += [f"    {printable(line)}" for line in shown]
-        return lines + [f"    and {counted(more, 'other line')}; -v shows all"] * (more > 0)
+        if more > 0:
+            lines.append(f"    and {counted(more, 'other line')}; -v shows all")
+        return lines
 
 
 def describe_cell(result: CellResult, replay: str | None) -> list[str]:
@@ -173,7 +179,7 @@ def describe_cell(result: CellResult, replay: str | None) -> list[str]:
 
 
 def _skipped_lines(skipped: Sequence[CellSkipped]) -> list[str]:
-    """Returns a line for each candidate that was given up, with the number of its other cells."""
+    """Returns a line for each candidate that was given up, with the number of its skipped cells."""
     counts = Counter((one.cell.candidate.name, one.reason.partition("\n")[0]) for one in skipped)
     return [
         f"{escape(name)}: {counted(count, 'more cell')} not tried, since all before ended alike: {escape(reason)}"

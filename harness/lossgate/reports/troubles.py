@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what is wrong with evidence, whatever its verdicts are and without a policy."""
+"""Says what is wrong with evidence itself, whatever its verdicts are. It needs no policy."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +16,7 @@ _LIKE = 5
 
 
 def troubles(gathered: Gathered) -> list[str]:
-    """Returns in whole sentences why evidence is not whole; nothing if it is."""
+    """Returns sentences that say why evidence is not whole; nothing if it is."""
     by_kind: dict[GateReason, list[str]] = {}
     for kind, message in _troubles(gathered):
         by_kind.setdefault(kind, []).append(message)
@@ -24,14 +24,15 @@ def troubles(gathered: Gathered) -> list[str]:
 
 
 def trusted(gathered: Gathered) -> dict[CellKey, CellSummary]:
-    """Returns the newest result of each cell, without what contradicts its own numbers."""
+    """Returns the newest result of each cell, unless it contradicts its own numbers."""
     return {key: result for key, result in gathered.newest.items() if result.where not in gathered.contradictory}
 
 
 def listed(names: Sequence[object]) -> str:
-    """Returns the first of many names, and how many more there are."""
+    """Returns the first names of a list, and how many more there are."""
+    first = ", ".join(map(str, names[:_NAMED]))
     more = len(names) - _NAMED
-    return ", ".join(map(str, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
+    return f"{first} and {more} more" if more > 0 else first
 
 
 def _troubles(gathered: Gathered) -> Iterator[tuple[GateReason, str]]:
@@ -45,10 +46,14 @@ def _troubles(gathered: Gathered) -> Iterator[tuple[GateReason, str]]:
     for where in gathered.repeated:
         yield GateReason.CONTRADICTORY, f"{where}: another line has started or ended this run differently"
     runs = runs_of(gathered)
-    for blocker in [blocker for run in runs for blocker in incomplete(run)] + list(wrong_matrix(runs)):
-        yield blocker.reason, blocker.message if blocker.cell is None else f"{blocker.cell}: {blocker.message}"
+    blockers = [blocker for run in runs for blocker in incomplete(run)]
+    for blocker in (*blockers, *wrong_matrix(runs)):
+        about = "" if blocker.cell is None else f"{blocker.cell}: "
+        yield blocker.reason, f"{about}{blocker.message}"
 
 
 def _first(messages: Sequence[str]) -> list[str]:
     more = len(messages) - _LIKE
-    return [*messages[:_LIKE], *([f"and {more} more like these"] if more > 0 else [])]
+    if more <= 0:
+        return [*messages]
+    return [*messages[:_LIKE], f"and {more} more like these"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict table: it says its verdict at every width."""
+"""The verdict table. It shows the verdicts at every width of the console."""
 
 import re
 from collections import Counter
@@ -42,7 +42,9 @@ _CAPTION = (
 
 
 _BEFORE_NOTE = r"(?<= )(?=\(known: )"
+"""Verdicts may be broken before the name of a known failure."""
 _IN_LAYOUTS = r"(?<=up to )|(?<=,)(?=\w)"
+"""Layouts may be broken after "up to" and between axes."""
 
 
 def verdict_table(cells: Iterable[CellRecord], *, placed: bool = False) -> "VerdictTable":
@@ -50,10 +52,10 @@ def verdict_table(cells: Iterable[CellRecord], *, placed: bool = False) -> "Verd
 
     Args:
         cells: what is shown.
-        placed: whether worlds and devices are said, if they are not the usual ones.
+        placed: whether an unusual world and device is part of the name.
 
     Returns:
-        What ``rich`` prints. It chooses its columns by the width of the console that prints it.
+        A table for ``rich``. It chooses its columns by the width of the console that prints it.
     """
     groups = rows_of(cells)
     several = len({cell.property for group in groups for cell in group}) > 1
@@ -74,8 +76,7 @@ def summary(cells: Sequence[CellRecord], seconds: float | None = None, *, asked:
     Args:
         cells: all of them.
         seconds: how long they took together, on the clock; None if nobody measured that.
-        asked: what it took, in seconds of CPU time, to ask which known mistakes would have shown;
-            nothing is said of 0.
+        asked: the CPU seconds that it took to ask which known mistakes would show; 0 is left out.
     """
     counts = Counter("known failure" if cell.expected else cell.verdict for cell in cells)
     verdicts = ", ".join(f"{count} {word}" for word, count in sorted(counts.items())) or "nothing was verified"
@@ -85,9 +86,7 @@ def summary(cells: Sequence[CellRecord], seconds: float | None = None, *, asked:
 
 
 def coloured_summary(text: str) -> Text:
-    """Returns what ``summary`` says, with the verdicts in their colours: the last line of a screen
-    has to be seen.
-    """
+    """Colours the verdicts in a summary, because the last line of a screen must be noticed."""
     coloured = Text(text)
     for word, style in STYLES.items():
         coloured.highlight_regex(rf"\b\d+ {word}\b", style)
@@ -97,11 +96,11 @@ def coloured_summary(text: str) -> Text:
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """What the table shows of one candidate in one dtype."""
+    """The texts and numbers of a row of the table."""
 
     name: str
     verdicts: tuple[tuple[int, ShownVerdict], ...]
-    """Number of cells with each verdict, the worst verdict first."""
+    """The number of cells with each verdict, the worst verdict first."""
     dtype: str
     layouts: str
     worst: str
@@ -115,14 +114,16 @@ class _Row:
         """Makes the row of the cells of one candidate, property, dtype and place."""
         cell = cells[0]
         counts = Counter(map(ShownVerdict.of, cells))
+        margins = [cell.margin for cell in cells if cell.comparisons]
+        effects = [cell.mde for cell in cells if not ShownVerdict.of(cell).wrong]
         name = f"{cell.candidate} {cell.property}" if name_property else cell.candidate
         return cls(
             name=printable(f"{name} on {cell.key.place}" if placed and cell.key.place else name),
             verdicts=tuple((counts[shown], shown) for shown in sorted(counts, key=lambda shown: shown.order)),
             dtype=printable(cell.dtype),
             layouts=_layouts(cells),
-            worst=share(_largest(compared)) if (compared := [c.margin for c in cells if c.comparisons]) else _NOTHING,
-            detects=percent(_largest(seen)) if (seen := [c.mde for c in cells if not _is_wrong(c)]) else _NOTHING,
+            worst=share(_largest(margins)) if margins else _NOTHING,
+            detects=percent(_largest(effects)) if effects else _NOTHING,
             problems=sum(cell.problems for cell in cells),
             comparisons=sum(cell.comparisons for cell in cells),
             good_for=printable(cell.good_for),
@@ -138,34 +139,29 @@ class _Row:
 
     def verdict(self, *, notes: bool) -> Text:
         """Makes one line for each verdict, with the number of its cells if there are several."""
-        lines = [
-            (f"{count} x " if len(self.verdicts) > 1 else "")
-            + shown.word
-            + (_MARK if shown.wrong else "")
-            + (f" {shown.note}" if notes and shown.note else "")
-            for count, shown in self.verdicts
-        ]
-        styles = [shown.style for _, shown in self.verdicts]
-        return Text("\n").join(map(Text, lines, styles))
-
-
-def _is_wrong(cell: CellRecord) -> bool:
-    return ShownVerdict.of(cell).wrong
+        lines: list[Text] = []
+        for count, shown in self.verdicts:
+            number = f"{count} x " if len(self.verdicts) > 1 else ""
+            mark = _MARK if shown.wrong else ""
+            note = f" {shown.note}" if notes and shown.note else ""
+            lines.append(Text(f"{number}{shown.word}{mark}{note}", shown.style))
+        return Text("\n").join(lines)
 
 
 def _largest(numbers: Sequence[float | None]) -> float:
-    """Returns the largest of numbers, of which None is infinite."""
+    """Returns the largest number. None is infinite."""
     return max(inf if number is None else number for number in numbers)
 
 
 def _layouts(cells: Sequence[CellRecord]) -> str:
     if len(cells) == 1:
         return printable(cells[0].layout)
-    return f"{len(cells)}, up to {counted(max(_ranks(cell.layout) for cell in cells), 'rank')}"
+    most = max(_ranks(cell.layout) for cell in cells)
+    return f"{len(cells)}, up to {counted(most, 'rank')}"
 
 
 def _ranks(layout: str) -> int:
-    """Returns the ranks of a layout; 1 for one of which only a later version knows."""
+    """Returns the number of ranks of a layout; 1 if only a later version of lossgate knows it."""
     try:
         return Layout.parse(layout).ranks
     except UsageError:
@@ -174,27 +170,31 @@ def _ranks(layout: str) -> int:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of the table. ``least`` is its smallest width (default: that of its whole text)."""
+    """A column of the table."""
 
     heading: str
     cells: Sequence[Text]
     least: int | None = None
+    """Its smallest width; None for the width of its whole text."""
     breaks: str = r"(?<= )"
-    """A pattern of the places where a line that is too long is broken."""
+    """A pattern of the places at which a line may be broken if it is too long."""
     right: bool = False
+    """Whether it is aligned to the right."""
 
     def folded(self, width: int) -> list[Text]:
         return [_fold(cell, width, self.breaks) for cell in self.cells]
 
 
 def _fold(text: Text, width: int, breaks: str) -> Text:
-    """Breaks lines that are wider than ``width``, at the last possible places that match."""
+    """Breaks lines that are wider than ``width`` at places that match, as late as possible."""
     lines: list[Text] = []
     for line in text.split("\n"):
         lines.append(Text())
-        places = [match.start() for match in re.finditer(breaks, line.plain)] if line.cell_len > width else []
+        is_too_wide = line.cell_len > width
+        places = [match.start() for match in re.finditer(breaks, line.plain)] if is_too_wide else []
         for piece in line.divide(places):
-            if lines[-1] and lines[-1].cell_len + cell_len(piece.plain.rstrip()) > width:
+            fits = lines[-1].cell_len + cell_len(piece.plain.rstrip()) <= width
+            if lines[-1] and not fits:
                 lines.append(Text())
             lines[-1].append_text(piece)
     for line in lines:
@@ -236,13 +236,16 @@ class VerdictTable:
         yield Text(f"\n{_CAPTION}\n", style="dim")
 
     def _fitting(self, console: Console, options: ConsoleOptions) -> tuple[list[_Column], list[int]]:
-        """Finds the richest choice of columns that fits, or else the poorest, and its widths."""
+        """Returns the first choice of columns that fits, or else the last, and their widths."""
         columns: list[_Column] = []
         widths: list[int] = []
         for columns in self._choices(console, options):
             room = options.max_width - _GAP * (len(columns) - 1)
             whole = [_width(console, options, Text(column.heading), *column.cells) for column in columns]
-            least = [w if c.least is None else min(c.least, w) for c, w in zip(columns, whole, strict=True)]
+            least = [
+                width if column.least is None else min(column.least, width)
+                for column, width in zip(columns, whole, strict=True)
+            ]
             widths = _share_room(room, least, whole)
             if sum(least) <= room:
                 break
@@ -263,7 +266,8 @@ class VerdictTable:
         comparisons = _Column("comparisons", [Text(str(row.comparisons)) for row in rows], right=True)
         good_for = _Column("good for", [Text(row.good_for) for row in rows], least=_READABLE_TEXT)
 
-        heading, words = Text("verdict"), [row.verdict(notes=False) for row in rows]
+        heading = Text("verdict")
+        without_notes = [row.verdict(notes=False) for row in rows]
         two_lines = _width(console, options, heading, *verdict().folded(0))
         always = [candidate(), verdict(least=two_lines), dtype, layouts(), *figures]
         if any(row.good_for for row in rows):
@@ -278,16 +282,17 @@ class VerdictTable:
         both = [Text(f"{row.dtype}\n{row.layouts}") for row in rows]
         least = _width(console, options, *_Column("", both, breaks=_IN_LAYOUTS).folded(0))
         shared = _Column("dtype,\nlayouts", both, least=least, breaks=_IN_LAYOUTS)
-        yield [candidate(least=1), verdict(least=_width(console, options, heading, *words)), shared, *figures]
+        one_line = _width(console, options, heading, *without_notes)
+        yield [candidate(least=1), verdict(least=one_line), shared, *figures]
 
 
 def _width(console: Console, options: ConsoleOptions, *texts: Text) -> int:
-    """Width of the longest line of all texts."""
+    """Returns the width of the longest line of all texts."""
     return measure_renderables(console, options, texts).maximum
 
 
 def _share_room(room: int, least: Sequence[int], whole: Sequence[int]) -> list[int]:
-    """Gives each column its least width, and what is left to the columns from left to right."""
+    """Gives each column its least width, and the rest of the room to the columns from the left."""
     spare = room - sum(least)
     widths: list[int] = []
     for low, high in zip(least, whole, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lossgate.verify``: the verdict on kernels from Python, in a notebook, say."""
+"""``lossgate.verify`` judges kernels from Python, such as in a notebook."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,20 +25,23 @@ _WIDTH = 120
 
 @dataclass(frozen=True, repr=False)
 class Verified:
-    """What came of ``lossgate.verify``. In a notebook it shows the verdict table."""
+    """The result of ``lossgate.verify``. In a notebook it shows the verdict table."""
 
     results: tuple[CellResult, ...]
     events: tuple[Event, ...]
 
     @property
     def verdict(self) -> Verdict:
-        """That of the worst cell. A known failure counts as agreed."""
-        found = {Verdict.AGREE if result.record.passes else result.verdict for result in self.results}
-        return next((v for v in (Verdict.DISAGREE, Verdict.INCONCLUSIVE) if v in found), Verdict.AGREE)
+        """The verdict on the worst cell. A known failure counts as AGREE."""
+        verdicts = {result.verdict for result in self.results if not result.record.passes}
+        for worst in (Verdict.DISAGREE, Verdict.INCONCLUSIVE):
+            if worst in verdicts:
+                return worst
+        return Verdict.AGREE
 
     @property
     def agrees(self) -> bool:
-        """Whether every cell agrees, or is a known failure. Inconclusive is no agreement."""
+        """Whether every cell agrees or is a known failure. INCONCLUSIVE does not agree."""
         return self.verdict is Verdict.AGREE
 
     def check(self) -> None:
@@ -64,7 +67,7 @@ class Verified:
 
 
 class _NoFiles(FailureFiles):
-    """Knows of no failure files: none are written."""
+    """Stands for failure files where none are written."""
 
     def replay(self, result: CellResult) -> None:
         return None
@@ -87,26 +90,28 @@ def verify(
 
         lossgate.verify(my_kernel, layouts=["single", "cp=2"])
 
-    It runs candidates in this process, as a notebook needs: one that crashes ends it, and
-    ``lossgate verify`` does better. It writes no failure files.
+    Candidates run in this process, as a notebook needs. A candidate that crashes ends the process;
+    ``lossgate verify`` goes on after a crash. No failure files are written.
 
     Args:
-        *candidates: what to verify.
-        layouts: such as ``["single", "tp=2,cp=2"]``. By default those of ``matrix``.
-        dtypes: of inputs, such as ``["bfloat16"]``. By default all that each candidate takes.
-        properties: such as ``["agreement"]``; ``lossgate list`` shows them. By default all that
-            apply.
+        *candidates: the candidates to verify.
+        layouts: the layouts, such as ``["single", "tp=2,cp=2"]``. By default those of ``matrix``.
+        dtypes: the dtypes of inputs, such as ``["bfloat16"]``. By default all that each candidate
+            takes.
+        properties: the properties, such as ``["agreement"]``; ``lossgate list`` shows them. By
+            default all that apply.
         profile: how much to try: "dev", "ci", "nightly", "release", or one of
             ``[tool.lossgate.profiles]`` in pyproject.toml.
         examples: the least problems for each layout and dtype. By default those of the profile.
-        ranks: of the largest layout. By default those of the profile.
-        matrix: where no layouts are given: "covering" for few that cover what differs, or "full"
-            for all of at most ``ranks`` ranks, in every dtype. By default that of the profile.
-        seed: other problems are drawn for another seed.
+        ranks: the ranks of the largest layout. By default those of the profile.
+        matrix: which layouts are verified if none are given: "covering" for few that cover all
+            differences, or "full" for all with at most ``ranks`` ranks, in every dtype. By default
+            that of the profile.
+        seed: the seed from which problems are drawn. Another seed draws other problems.
 
     Returns:
-        The results, which print as the verdicts with their reasons. ``verdict`` and ``agrees`` say
-        what came of all together, and ``check()`` raises unless they agree.
+        The results. Printed, they show the verdicts and their reasons. ``verdict`` and ``agrees``
+        are about all cells together, and ``check()`` raises unless all agree.
 
     Raises:
         UsageError: if there is no candidate, or a setting is wrong.

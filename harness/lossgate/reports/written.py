@@ -9,25 +9,26 @@ from secrets import token_hex
 
 from lossgate.base.errors import UsageError
 
-STANDARD_OUTPUT = Path("-")
+_STANDARD_OUTPUT = Path("-")
 
 
 def write_file(path: Path, text: str, *, option: str = "--output") -> None:
     """Writes text to a file, in UTF-8.
 
-    The text goes to a new file beside it, which then takes its place, so that nobody ever reads
-    half of it. What is no ordinary file, such as ``/dev/stdout`` or a pipe, is written directly.
+    The text goes to a new file in the same folder, which then replaces the old file, so nobody
+    reads half of it. A path such as ``/dev/stdout`` or a pipe, which is no ordinary file, is
+    written directly.
 
     Args:
         path: the file; ``-`` is standard output.
         option: the option that names the file, for errors.
 
     Raises:
-        UsageError: if the file can't be written. What was there before is still there.
+        UsageError: if the file can't be written. The old file is still there then.
     """
     data = text.encode()
     try:
-        if path == STANDARD_OUTPUT:
+        if path == _STANDARD_OUTPUT:
             _print(data)
         elif path.exists() and not path.is_file() and not path.is_dir():
             path.write_bytes(data)
@@ -41,7 +42,7 @@ def write_file(path: Path, text: str, *, option: str = "--output") -> None:
 
 
 def _print(data: bytes) -> None:
-    """Writes bytes, so that line ends and encoding are those of a file."""
+    """Prints bytes, so that line ends and encoding are the same as in a file."""
     sys.stdout.flush()
     buffer = getattr(sys.stdout, "buffer", None)
     if buffer is None:  # standard output was replaced by a stream of text
@@ -52,7 +53,7 @@ def _print(data: bytes) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Puts a new file in the place of a path; it keeps the permissions of the old one."""
+    """Replaces a file by a new file with the same permissions."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if path.exists() and not os.access(path, os.W_OK):  # a move would replace it all the same

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All checks of a spec, in order."""
+"""Runs all checks of a spec, in their order."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import hypothesis.errors
 
 from lossgate.base.errors import UsageError
+from lossgate.cases.bound_problem import BoundProblem
 from lossgate.spec_check.gradients import comparisons, gradient, used
 from lossgate.spec_check.judged import judged, on_ranks
 from lossgate.spec_check.results import (
@@ -18,28 +19,41 @@ from lossgate.spec_check.results import (
     unchanged,
     untrained_sequences,
 )
-from lossgate.spec_check.subject import Check, Finding, Outcome, Subject, ordinary_problems
+from lossgate.spec_check.subject import Check, Finding, Outcome, Subject, first_finding, ordinary_problems
 from lossgate.spec_check.sums import counts_add_up, parts_add_up
 from lossgate.specs.spec import Spec
 
+
+def _on_all(find: Callable[[BoundProblem], Finding | None]) -> Callable[[Subject], Iterator[Finding]]:
+    """Makes a check of all problems from a function that checks a problem."""
+    return lambda subject: first_finding(subject.problems, find)
+
+
+def _with_loss(find: Callable[[BoundProblem], Finding | None]) -> Callable[[Subject], Iterator[Finding]]:
+    """Makes the same check, but only of specs that have a loss."""
+    return lambda subject: first_finding(subject.with_loss, find)
+
+
 CHECKS = (
-    Check("runs", "it runs on every problem, and under torch.vmap", runs, needed=True),
-    Check("unchanged", "it gives the same each time, and overwrites nothing", unchanged, needed=True),
+    Check("runs", "it runs on every problem, and under torch.vmap", _on_all(runs), needed=True),
+    Check("unchanged", "it gives the same each time, and overwrites nothing", _with_loss(unchanged), needed=True),
     Check("metrics", "it returns every metric that it declares", metrics),
-    Check("nothing trained", "if nothing is trained, the loss is finite and gradients are 0", nothing_trained),
-    Check("finite", "loss, metrics and gradients are finite", finite),
-    Check("also written", "other ways to write it give the same", also_written),
-    Check("masked", "NaN in what is not trained changes nothing", masked),
-    Check("untrained", "sequences without a trained token change nothing", untrained_sequences),
+    Check(
+        "nothing trained", "if nothing is trained, the loss is finite and gradients are 0", _with_loss(nothing_trained)
+    ),
+    Check("finite", "loss, metrics and gradients are finite", _with_loss(finite)),
+    Check("also written", "other ways to write it give the same", _with_loss(also_written)),
+    Check("masked", "NaN in what is not trained changes nothing", _with_loss(masked)),
+    Check("untrained", "sequences without a trained token change nothing", _with_loss(untrained_sequences)),
     Check("gradient", "the gradient is the derivative of the loss", gradient),
-    Check("comparisons", "clips and comparisons are declared by kinks=True", comparisons),
+    Check("comparisons", "clips and comparisons are declared by kinks=True", _with_loss(comparisons)),
     Check("used", "every value and field changes a result", used),
-    Check("counts", "the counts of two halves of a batch add up", counts_add_up),
-    Check("parts", "loss, gradients and metrics of two halves of a batch add up", parts_add_up),
+    Check("counts", "the counts of two halves of a batch add up", _on_all(counts_add_up)),
+    Check("parts", "loss, gradients and metrics of two halves of a batch add up", _with_loss(parts_add_up)),
     Check("judged", "problems show every option and goal, and the reference in float32 agrees", judged),
     Check("ranks", "it agrees on ranks that split the batch and the vocabulary", on_ranks),
 )
-"""In the order in which they are done: the causes before what follows from them."""
+"""All checks in their order: a cause comes before its consequences."""
 
 _DRAWS = Check("draws", "problems can be drawn, with counts, clips and options", lambda _: iter(()), needed=True)
 
@@ -51,23 +65,23 @@ _RAISED = (
 )
 
 _PROBLEMS = 40
-"""For each head."""
+"""How many problems are drawn for each head."""
 
 
 def check_spec(spec: Spec) -> Iterator[Outcome]:
     """Checks a spec: is its reference fit to judge kernels by?
 
-    The checks of a dense kernel, which take longest, are left out if another one has failed.
+    The checks that run a dense kernel take longest. They are left out if an earlier check failed.
 
     Args:
         spec: what ``lossgate.spec`` returned.
 
     Yields:
-        What came of each check, as soon as it is done.
+        The outcome of each check, as soon as it is known.
     """
     try:
         subject = Subject(spec, tuple(ordinary_problems(spec, _PROBLEMS)))
-        _ = [bound.batch for bound in subject.problems]
+        _ = [bound.batch for bound in subject.problems]  # draws the fields, which may raise
     except UsageError as error:
         yield Outcome(_DRAWS, (Finding(str(error), _remedy(error)),))
         return
@@ -86,9 +100,14 @@ def check_spec(spec: Spec) -> Iterator[Outcome]:
 
 
 def _remedy(error: UsageError) -> str:
-    """Returns what to do. Batches of odd sizes make operations fail, and no names."""
-    of_sizes = isinstance(error.__cause__, IndexError | RuntimeError | ValueError | ZeroDivisionError)
-    return _RAISED if of_sizes and "references run" not in str(error) else _AS_TOLD
+    """Returns what to do about an error.
+
+    Batches of unusual sizes are a likely reason for some kinds of errors, unless the message gives
+    another reason.
+    """
+    may_be_sizes = isinstance(error.__cause__, IndexError | RuntimeError | ValueError | ZeroDivisionError)
+    gives_reason = "references run" in str(error)
+    return _RAISED if may_be_sizes and not gives_reason else _AS_TOLD
 
 
 def _found(check: Check, subject: Subject) -> tuple[Finding, ...]:

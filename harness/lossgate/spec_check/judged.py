@@ -2,7 +2,7 @@
 """Checks that the judge could judge kernels of a spec: problems show every option and reach every
 goal, and a dense kernel agrees.
 
-The dense kernel is the reference itself in float32, on ranks that gather what is split.
+The dense kernel is the reference itself in float32. Its ranks gather the inputs that are split.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -27,7 +27,8 @@ _SETTINGS = Settings(examples=20, rounds=8, shrink_calls=50)
 
 def judged(subject: Subject) -> Iterator[Finding]:
     """Looks for options and goals that no problem shows, and for disagreement, on one rank."""
-    spec, equivalent = subject.spec, dict[str, bool]()
+    spec = subject.spec
+    equivalent: dict[str, bool] = {}  # at every head so far
     yield from _invalid_choices(spec)
     for head in spec.inputs:
         result = _run(spec, head, "single")
@@ -38,13 +39,16 @@ def judged(subject: Subject) -> Iterator[Finding]:
         for name in mutants:
             equivalent[name] = equivalent.get(name, True) and name in result.record.equivalent
         yield from _of_result(result, mutants)
-    yield from _without_effect(subject, [name for name, never in equivalent.items() if never])
+    yield from _without_effect(subject, [name for name, everywhere in equivalent.items() if everywhere])
 
 
 def on_ranks(subject: Subject) -> Iterator[Finding]:
-    """Looks for disagreement on ranks."""
+    """Looks for disagreement on ranks that split the batch or the vocabulary."""
     for head in subject.spec.inputs:
-        for layout in ("dp=2,cp=2", "tp=2") if HEADS[head].has_logits else ("dp=2,cp=2",):
+        layouts = ["dp=2,cp=2"]
+        if HEADS[head].has_logits:
+            layouts.append("tp=2")
+        for layout in layouts:
             result = _run(subject.spec, head, layout)
             if isinstance(result, Finding):
                 yield result
@@ -67,18 +71,18 @@ def _of_result(result: CellResult, mutants: Mapping[str, OptionMutant]) -> Itera
     for name in result.record.missing_goals:
         yield Finding(
             f"no problem from {head} reached goal {name!r}: {spec.all_goals[name].meaning}",
-            "draw fields or options so that one does, mend its reached=, or name in heads=, axes= or unreachable_if= "
-            "of the goal where it can't be reached",
+            "draw fields or options so that a problem does, mend its reached=, or say with heads=, axes= or "
+            "unreachable_if= where it can't be reached",
         )
     for name in result.record.surviving:
         mutant = mutants[name]
+        where = "the loss" if mutant.side == "value" else "a gradient"
         yield Finding(
-            f"from {head}, no problem tells {mutant.option}={mutant.choice} from {mutant.other} "
-            f"in {'the loss' if mutant.side == 'value' else 'a gradient'}",
-            "give choices that differ more, or draw fields so that it matters",
+            f"from {head}, no problem tells {mutant.option}={mutant.choice} from {mutant.other} in {where}",
+            "give choices that differ more, or draw fields so that the choice matters",
         )
-    known = len(result.record.missing_goals) + len(result.record.surviving)
-    if result.verdict is Verdict.INCONCLUSIVE and not known:
+    has_finding = bool(result.record.missing_goals or result.record.surviving)
+    if result.verdict is Verdict.INCONCLUSIVE and not has_finding:
         for reason in result.reasons:
             yield Finding(f"from {head}: {reason}", "draw fields and options so that results are rarely 0")
 
@@ -86,25 +90,32 @@ def _of_result(result: CellResult, mutants: Mapping[str, OptionMutant]) -> Itera
 def _disagreement(result: CellResult) -> Iterator[Finding]:
     if result.verdict is not Verdict.DISAGREE:
         return
-    on = result.failure.problem.describe() if result.failure is not None else ""
+    where = f"from {result.cell.candidate.head} on {result.cell.layout}"
+    yield Finding(
+        f"{where}, the reference in float32 disagrees with itself: {'; '.join(result.reasons)}",
+        _remedy(result),
+        result.failure.problem.describe() if result.failure is not None else "",
+    )
+
+
+def _remedy(result: CellResult) -> str:
+    """Returns what to change in a reference that disagrees with itself."""
     if str(result.cell.layout) != "single":
-        change = (
+        return (
             "use batch.vocab_size, not vocab_start and vocab_end; give each field the dims by which ranks split it; "
             "and see that parts of ranks add up to the whole"
         )
-    elif any("finite" in reason for reason in result.reasons):
-        change = (
-            "in float32 small probabilities round to 0, those near 1 to 1, and exp overflows. Compute in logarithms, "
-            "with log_softmax, logsumexp, logaddexp and logsigmoid. Only where the loss itself is infinite, bound it, "
-            "as in (1 - p).clamp(min=1e-5), with kinks=True: a bound makes another loss, so kernels need it, too"
+    if any("finite" in reason for reason in result.reasons):
+        return (
+            "in float32, small probabilities round to 0, others near 1 round to 1, and exp overflows. Compute in "
+            "logarithms, with log_softmax, logsumexp, logaddexp and logsigmoid. Only where the loss itself is "
+            "infinite, bound it, as in (1 - p).clamp(min=1e-5), with kinks=True: a bound makes another loss, so "
+            "kernels need it, too"
         )
-    else:
-        change = (
-            "compute so that float32 suffices: differences of large numbers cancel, and exp overflows; "
-            "if it compares or clamps values, say kinks=True"
-        )
-    where = f"from {result.cell.candidate.head} on {result.cell.layout}"
-    yield Finding(f"{where}, the reference in float32 disagrees with itself: {'; '.join(result.reasons)}", change, on)
+    return (
+        "compute so that float32 suffices: differences of large numbers cancel, and exp overflows; "
+        "if it compares or clamps values, say kinks=True"
+    )
 
 
 def _invalid_choices(spec: Spec) -> Iterator[Finding]:
@@ -113,7 +124,7 @@ def _invalid_choices(spec: Spec) -> Iterator[Finding]:
             if spec.with_choice({}, option.name, choice) is None:
                 yield Finding(
                     f"option {option.name}={choice!r} is never valid: {spec.conflict({option.name: choice})}",
-                    "drop the choice, accept it in __post_init__, or name in option_groups= what it is valid with",
+                    "drop the choice, accept it in __post_init__, or name in option_groups= the options it needs",
                 )
 
 
@@ -122,9 +133,9 @@ def _without_effect(subject: Subject, never: Collection[str]) -> Iterator[Findin
 
     Args:
         subject: the spec and problems.
-        never: the names of the option mutants that change neither loss nor gradients, at any head.
+        never: the names of the option mutants that change neither loss nor gradients at any head.
     """
-    pairs = dict[tuple[str, Any, Any], bool]()
+    pairs: dict[tuple[str, Any, Any], bool] = {}  # whether all mutants of a pair are in ``never``
     for head in subject.spec.inputs:
         for name, mutant in option_mutants(dense_candidate(subject.spec, head)).items():
             one, other = sorted((mutant.values[0], mutant.other), key=repr)
@@ -139,7 +150,7 @@ def _without_effect(subject: Subject, never: Collection[str]) -> Iterator[Findin
             continue
         for _, one, other in alike:
             seen = f"option {option.name!r}: {one!r} and {other!r} give the same"
-            yield Finding(seen, "see whether the reference tells them apart, or drop one: kernels could mistake them")
+            yield Finding(seen, "see whether the reference tells them apart, or drop one: kernels could confuse them")
 
 
 def _differ(subject: Subject, option: str, one: Any, other: Any) -> bool:
@@ -153,6 +164,7 @@ def _differ(subject: Subject, option: str, one: Any, other: Any) -> bool:
 
 
 def _unlike(bound: BoundProblem, one: BoundSpec, other: BoundSpec) -> bool:
+    """Returns whether the options of two bound specs give other fields or results on a problem."""
     fields = [materialize(bound.problem, options).known for options in (one, other)]
     if any(not same(fields[0][name], fields[1][name]) for name in bound.spec.added):
         return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked: a spec, problems of it, and what its reference gives on them or their halves."""
+"""A spec that is checked, its problems, and the results of its reference on a problem or a part."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from lossgate.specs.token_values import TokenValues
 
 @dataclass(frozen=True)
 class Subject:
-    """A spec that is checked, and problems of it."""
+    """A spec that is checked, with problems."""
 
     spec: Spec
     problems: Sequence[BoundProblem]
@@ -30,7 +30,7 @@ class Subject:
 
     @property
     def with_loss(self) -> Sequence[BoundProblem]:
-        """The problems, if the spec has a loss."""
+        """The problems; none if the spec has no loss."""
         return self.problems if self.spec.reference is not None else ()
 
 
@@ -43,93 +43,105 @@ class Finding:
     change: str
     """What to change."""
     problem: str = ""
-    """A problem that shows it, in words; empty if it is not a matter of one problem."""
+    """A problem that shows it, in words; empty if no single problem does."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Something that a spec must hold to."""
+    """Something that must hold of a spec."""
 
     name: str
     asks: str
     """What must hold, in words."""
     find: Callable[[Subject], Iterator[Finding]]
-    """Yields what does not hold."""
+    """Yields what is wrong; nothing if it holds."""
     needed: bool = False
-    """If it fails, the checks after it say nothing."""
+    """Whether the later checks mean nothing if it fails."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One check, done."""
+    """The findings of a check."""
 
     check: Check
     findings: tuple[Finding, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was found."""
         return not self.findings
 
 
-def on(bound: BoundProblem) -> str:
-    """Describes a problem."""
-    return bound.problem.describe()
+def first_finding(
+    problems: Sequence[BoundProblem], find: Callable[[BoundProblem], Finding | None]
+) -> Iterator[Finding]:
+    """Yields the finding of a function on the first problem on which it finds something."""
+    for bound in problems:
+        finding = find(bound)
+        if finding is not None:
+            yield replace(finding, problem=bound.problem.describe())
+            return
 
 
 _STD = 3.0
-"""The largest standard deviation of logits: ordinary problems, on which everything is finite."""
+"""The largest standard deviation of logits, so that everything is finite."""
 
 
 def ordinary_problems(spec: Spec, count: int) -> Iterator[BoundProblem]:
-    """Draws problems of a spec, as many at each head."""
+    """Draws problems of a spec for each head, half of them with many kinds of tokens.
+
+    Args:
+        spec: the spec.
+        count: how many problems are drawn for each head. If it is odd, one more is drawn.
+    """
+    half = -(-count // 2)
     for head in spec.inputs:
         for rich in (True, False):
-            seed = f"spec check {head} {rich}"
-            for problem in Draws(dense_candidate(spec, head), "float32", seed, -(-count // 2), rich=rich).all():
+            draws = Draws(dense_candidate(spec, head), "float32", f"spec check {head} {rich}", half, rich=rich)
+            for problem in draws.all():
                 yield BoundProblem(spec, replace(problem, outliers=(), logit_std=min(problem.logit_std, _STD)))
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What a reference gives."""
+    """The results of a reference."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
-    """Of each value per token that has one."""
+    """The gradient of each differentiable value per token, by name."""
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """Everything, by what people call it."""
+        """All results, by the names that findings use."""
+        metrics = {f"metric {name!r}": metric for name, metric in self.metrics.items()}
         gradients = {f"the gradient of values.{name}": gradient for name, gradient in self.gradients.items()}
-        return {"the loss": self.loss, **{f"metric {k!r}": v for k, v in self.metrics.items()}, **gradients}
+        return {"the loss": self.loss, **metrics, **gradients}
 
 
 def values_of(bound: BoundProblem) -> TokenValues:
-    """Returns a problem's values per token, without a graph."""
+    """Returns the values per token of a problem, detached."""
     given = bound.dense.token_values(bound.bound_spec).given
     return TokenValues(**{name: value.detach() for name, value in given.items()})
 
 
 def evaluate(bound: BoundSpec, values: TokenValues, fields: Mapping[str, Any], way: int = 0) -> Evaluated:
-    """Runs the reference, or the same loss as it is also written.
+    """Runs the reference, or another function that computes the same loss.
 
     Args:
         bound: the spec with its options.
-        values: of each token.
-        fields: of the batch.
-        way: which of ``bound.ways``.
+        values: the values per token.
+        fields: the fields of the batch.
+        way: the index of the function in ``bound.ways``; 0 is the reference.
 
     Raises:
-        UsageError: if it raises, or returns something else than a loss that has a gradient.
+        UsageError: if the function raises, or returns no loss with a gradient.
     """
     leaves = {name: value.clone().requires_grad_() for name, value in values.differentiable.items()}
     loss, metrics = bound.loss(values.replace(**leaves), fields, way)
     if not loss.requires_grad:
         raise UsageError(
-            f"spec {bound.spec.name!r}: {bound.ways[way]} returned a loss that no value per token leads to; "
-            "compute it from values, with torch, and detach nothing"
+            f"spec {bound.spec.name!r}: {bound.ways[way]} returned a loss without a gradient to the values per "
+            "token; compute it from values, with torch, and do not detach"
         )
     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     gradients = {
@@ -145,12 +157,12 @@ def evaluated(bound: BoundProblem) -> Evaluated:
 
 
 def unlike(one: Evaluated, other: Evaluated) -> str:
-    """Returns the name of the first result that differs by more than float64 rounds; empty if none
-    does.
+    """Returns the name of the first result in ``one`` that ``other`` lacks or has with another
+    value, apart from rounding in float64; empty if there is none.
     """
+    others = other.named
     for name, tensor in one.named.items():
-        another = other.named.get(name)
-        if another is None or not same(tensor, another):
+        if name not in others or not same(tensor, others[name]):
             return name
     return ""
 
@@ -158,8 +170,8 @@ def unlike(one: Evaluated, other: Evaluated) -> str:
 def same(one: Tensor, other: Tensor) -> bool:
     """Returns whether two tensors are equal up to the rounding of float64.
 
-    Sums in another order differ by some 1e-15 of their terms, and terms may cancel; 1e-9 is far
-    from that, and from any mistake.
+    Sums in another order differ by about 1e-15 of their terms, and terms may cancel. 1e-9 is far
+    above that, and far below what a mistake changes.
     """
     if one.shape != other.shape:
         return False
@@ -168,7 +180,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def another(tensor: Tensor) -> Tensor:
-    """Returns another tensor of the same shape and kind."""
+    """Returns a tensor with other entries, of the same shape and kind."""
     if tensor.dtype is torch.bool:
         return ~tensor
     if tensor.is_floating_point():
@@ -177,22 +189,25 @@ def another(tensor: Tensor) -> Tensor:
 
 
 def halves(bound: BoundProblem) -> list[range]:
-    """Returns the sequences of both halves; nothing if there is a single group of them."""
+    """Returns the sequences of each half; nothing if there are fewer than two groups of these."""
     count, group = len(bound.batch.partition.lengths), bound.spec.group_size
-    middle = count // group // 2 * group
-    return [range(middle), range(middle, count)] if 0 < middle < count else []
+    groups_in_half = count // group // 2
+    middle = groups_in_half * group
+    return [range(middle), range(middle, count)] if groups_in_half else []
 
 
 def part_of(bound: BoundProblem, values: TokenValues, own: range) -> tuple[TokenValues, dict[str, Any], Tensor]:
-    """Returns the values per token and the fields of some sequences, and which tokens (or
-    sequences, where the head gives values of these) they are.
+    """Returns a batch of some of the sequences. Counts of the whole batch stay as they are.
 
-    What counts the whole batch stays that of the whole batch.
+    Returns:
+        The values and the fields of these sequences, and the indices of these values in the whole
+        batch: of tokens, or of sequences if the head gives a value for each sequence.
     """
     known = bound.batch.known
     sequences = torch.tensor(list(own), dtype=torch.int64)
     tokens = torch.isin(known["sequence"], sequences)
-    held = sequences if HEADS[bound.problem.head].gives == "sequence" else tokens.nonzero().squeeze(1)
+    gives_sequences = HEADS[bound.problem.head].gives == "sequence"
+    held = sequences if gives_sequences else tokens.nonzero().squeeze(1)
     taken = TokenValues(**{name: value[held] for name, value in values.given.items()})
     return taken, _fields_of_part(bound, known, own, tokens, sequences), held
 

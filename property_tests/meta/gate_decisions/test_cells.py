@@ -64,7 +64,7 @@ ONE_WRONG: dict[str, tuple[CellRecord | None, GateCode, GateReason, str]] = {
         disagreeing(layout="tp=2", verdict="AGREE"),
         GateCode.CLOSED,
         GateReason.CONTRADICTORY,
-        "the line contradicts its own numbers: its verdict is AGREE, and its numbers give DISAGREE. Verify again",
+        "the line contradicts its own numbers: its verdict is AGREE, but its numbers give DISAGREE. Verify again",
     ),
     "a number is changed": (
         cell(layout="tp=2", outputs=(output(scale=(1e-8, 3e-7, 0.5e-8)),)),
@@ -96,7 +96,7 @@ def test_the_strictest_of_several_rules_counts(gate: Gate) -> None:
     more = '[[require]]\ncandidates = ["*"]\nmin_problems = 100\n'
     found = reported(gate.decide(whole_run(CELLS), rules=RULES + more))
     assert [what for what, _ in found] == [GateReason.WEAK] * 2
-    assert all("it has 8 problems, and the policy asks for 100; raise --examples" in text for _, text in found)
+    assert all("it has 8 problems, but the policy asks for 100; raise --examples" in text for _, text in found)
 
 
 def test_cells_that_no_rule_asks_for_do_not_have_to_be_conclusive(gate: Gate) -> None:

@@ -48,12 +48,12 @@ KNOWN_WRONG: dict[str, tuple[CellRecord, GateCode, str]] = {
     "another output": (
         symptomatic("grad of weight"),
         GateCode.DISAGREE,
-        "does not fail in grad of weight, as this does. It disagrees",
+        "does not fail in grad of weight, as this cell does. It disagrees",
     ),
     "another output on another problem": (
         symptomatic("loss", outputs=(*disagreeing().outputs, wrong_gradient()), comparisons=2),
         GateCode.DISAGREE,
-        "does not fail in grad of weight, as this does",
+        "does not fail in grad of weight, as this cell does",
     ),
     "ranks that fail": (symptomatic("loss", faults=("Hang",)), GateCode.DISAGREE, "does not fail in Hang, as this"),
     "another way": (
@@ -74,7 +74,7 @@ KNOWN_WRONG: dict[str, tuple[CellRecord, GateCode, str]] = {
     "many problems together": (
         disagreeing(layout="tp=2", failure=None),
         GateCode.DISAGREE,
-        "is of one problem, and this disagrees only when its problems are pooled",
+        "is of one problem, but this cell disagrees only over all problems pooled",
     ),
 }
 
@@ -102,12 +102,12 @@ def test_a_known_failure_expires_after_its_last_day(gate: Gate, day: int, passes
 def test_a_known_failure_that_the_policy_does_not_have_closes_the_gate(gate: Gate) -> None:
     kind, message = only(gate.decide(whole_run([cell(), declared()])))
     assert kind is GateReason.DISAGREE
-    assert "the policy has no [[known_failure]] for nll-1; mend it, or add one with its issue" in message
+    assert "the policy has no [[known_failure]] for nll-1; mend the kernel, or add one with its issue" in message
     gone = declared(known={"expected": False}, failure=None)
     kind, message = only(gate.decide(whole_run([cell(), gone])))
     assert (kind, message) == (
         GateReason.KNOWN_FAILURE,
-        "known failure nll-1 is gone; remove it, and verify again",
+        "known failure nll-1 is gone; remove it from the candidate, and verify again",
     )
 
 
@@ -115,4 +115,4 @@ def test_a_known_failure_without_evidence_closes_the_gate(gate: Gate) -> None:
     rules = RULES.replace('["single", "tp=2"]', '["single"]') + KNOWN
     kind, message = only(gate.decide(whole_run([cell()]), rules=rules))
     assert kind is GateReason.MISSING
-    assert "it is a known failure of the policy, and there is no evidence of it" in message
+    assert "it is a known failure of the policy, but there is no evidence of it" in message

@@ -34,13 +34,13 @@ RANKS = (
 FEW = "its run checks it on few layouts. Verify with --matrix full, or leave such layouts and dtypes out of the rule"
 DOES_NOT_APPLY = "it does not apply to this candidate. Leave it out of keeps, or give the candidate its own rule"
 OLD = "the evidence does not say why. Verify again with this version of lossgate"
-OTHERS_WERE = "the evidence does not say why: other cells of the candidate were. Verify all of them again"
+OTHERS_WERE = "the evidence does not say why: other cells of the candidate were held to it. Verify all of them again"
 
 CASES: dict[str, tuple[list[CellRecord], dict[str, Any], str]] = {
     "exempt": (
         [large(PropertyRecord(name="no-grad", problems=0, exempt="it trains"))],
         CI,
-        "the candidate is exempt, because it trains. Take that back, or the property out of the policy",
+        "the candidate is exempt, because it trains. Remove the exemption, or the property from the policy",
     ),
     "no problem says anything": (
         [large(PropertyRecord(name="no-grad", problems=0))],
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[list[CellRecord], dict[str, Any], str]] = {
         [large()],
         {**CI, "properties": ["agreement", "device"]},
         (
-            "its run names the properties agreement, device alone. Verify with --property no-grad beside these, or "
+            "its run checked only the properties agreement, device. Verify with --property no-grad in addition, or "
             "name none (--property, or properties in pyproject.toml)"
         ),
     ),
@@ -72,8 +72,9 @@ CASES: dict[str, tuple[list[CellRecord], dict[str, Any], str]] = {
         [ALONE],
         {**CI, "properties": ["device", "no-grad"]},
         (
-            "it is a cell of device alone, and only cells of agreement are held to others. Verify with --property "
-            'agreement --property no-grad, and write properties = ["agreement"] in the rule'
+            "this cell was verified for device alone; only cells of agreement are held to further "
+            "properties. Verify with --property agreement --property no-grad, and write "
+            'properties = ["agreement"] in the rule'
         ),
     ),
     "no settings": ([large()], {}, OLD),

@@ -43,8 +43,8 @@ def test_a_misspelt_property_is_an_error_with_the_line_of_its_rule(gate: Gate, n
     with pytest.raises(UsageError) as error:
         gate.decide(whole_run(held_to("my-property")), rules=rules)
     line = rules.splitlines().index("[[require]]") + 1
-    message = f"gate.toml:{line}: [[require]] keeps={name!r}: there is no such property in lossgate, and the evidence "
-    assert message + f"has none; {hint}" in str(error.value)
+    message = f"gate.toml:{line}: [[require]] keeps={name!r}: neither lossgate nor the evidence has "
+    assert message + f"such a property; {hint}" in str(error.value)
     assert "\n" not in str(error.value)
 
 

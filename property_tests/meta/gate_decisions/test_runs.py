@@ -33,17 +33,17 @@ def replaced(number: int, **changes: Any) -> Callable[[list[Record]], list[Recor
 RUNS: dict[str, tuple[Callable[[list[Record]], list[Record]], GateReason, str]] = {
     "no start": (without(0), GateReason.DAMAGED, "run run-1: the record of its start is missing"),
     "no end": (without(3), GateReason.UNFINISHED, "run run-1: the record of its end is missing: it was stopped"),
-    "a cell is gone": (without(2), GateReason.DAMAGED, "run run-1: its end counts 2 cells, and the evidence has 1"),
+    "a cell is gone": (without(2), GateReason.DAMAGED, "run run-1: its end counts 2 cells, but the evidence has 1"),
     "stopped": (replaced(3, stopped="a rank is lost"), GateReason.UNFINISHED, "it was stopped: a rank is lost"),
     "another cell": (
         replaced(2, seconds=2.0),
         GateReason.DAMAGED,
-        "its cells are not those that its end was written for",
+        "its end was written for other cells. Verify again, into a new file",
     ),
     "planned and not there": (
         replaced(0, cells=(*(c.key for c in CELLS), cell(layout="cp=2").key)),
         GateReason.MISSING,
-        "run run-1 planned it, and has no result of it",
+        "run run-1 planned it, but has no result of it",
     ),
     "planned at the end": (
         replaced(3, planned=(cell(layout="cp=2").key,)),
@@ -53,13 +53,13 @@ RUNS: dict[str, tuple[Callable[[list[Record]], list[Record]], GateReason, str]] 
     "there and not planned": (
         replaced(0, cells=(cell().key,)),
         GateReason.CONTRADICTORY,
-        "run run-1 has a result of it, and did not plan it",
+        "run run-1 has a result of it, but did not plan it",
     ),
     "modified": (replaced(0, modified=True), GateReason.MIXED, "files differed from the commit"),
     "source": (
         replaced(1, source_modified=True),
         GateReason.MIXED,
-        "kernels.py was not as in the commit, and the policy asks for unmodified = true",
+        "kernels.py was not as in the commit, but the policy asks for unmodified = true",
     ),
     "unknown source": (replaced(1, source_modified=None), GateReason.MIXED, "kernels.py was not as in the commit"),
     "no checkout": (
@@ -82,7 +82,7 @@ RUNS: dict[str, tuple[Callable[[list[Record]], list[Record]], GateReason, str]] 
     "another source": (
         replaced(1, source_digest="f" * 64),
         GateReason.MIXED,
-        "kernels.py was changed between the cells",
+        "kernels.py was changed while its candidates were verified",
     ),
 }
 
@@ -106,7 +106,7 @@ def test_two_starts_of_one_run_close_the_gate(gate: Gate) -> None:
     [
         (
             NOW.replace(day=22),
-            "and the policy allows evidence of at most 1 day. Verify again",
+            "but the policy allows evidence of at most 1 day. Verify again",
         ),
         (NOW.replace(day=19), "which is later than now, 2026-11-19T18:00+00:00; set the clocks right"),
     ],
@@ -149,7 +149,7 @@ def test_the_commit_of_the_release_is_asked_for(gate: Gate) -> None:
     assert gate.decide(whole_run(CELLS), commit=COMMIT).passes
     kind, text = only(gate.decide(whole_run(CELLS), commit="e" * 40))
     assert kind is GateReason.MIXED
-    assert text == f"run run-1: it is of commit {COMMIT}, and commit {'e' * 40} is asked for"
+    assert text == f"run run-1: it is of commit {COMMIT}, but commit {'e' * 40} is asked for"
 
 
 def parts(of: int, *numbers: int) -> list[list[Record]]:
@@ -172,7 +172,7 @@ def test_a_missing_part_closes_the_gate(gate: Gate) -> None:
 
 
 WRONG_PARTS: dict[str, tuple[dict[str, Any], GateReason, str]] = {
-    "no matrix": ({"matrix": None}, GateReason.DAMAGED, "it is part 1/2, and does not say of which matrix"),
+    "no matrix": ({"matrix": None}, GateReason.DAMAGED, "it is part 1/2, but does not say of which matrix"),
     "another matrix": (
         {"matrix": Matrix(cells=8, digest="b" * 64)},
         GateReason.MISSING,
@@ -202,7 +202,10 @@ def test_parts_that_share_out_other_cells_close_the_gate(gate: Gate) -> None:
     both = [whole_run(CELLS, run=f"run-{n}", part=f"{n}/2", matrix=matrix) for n in (1, 2)]
     kind, message = only(gate.decide(*both))
     assert kind is GateReason.DAMAGED
-    assert message == "all parts of the matrix of 3 cells are there, and they planned other cells"
+    assert message == (
+        "all parts of the matrix of 3 cells are there, but together they planned other cells than the matrix has. "
+        "Verify again, with the same settings for all parts"
+    )
 
 
 def test_the_whole_matrix_needs_no_parts(gate: Gate) -> None:

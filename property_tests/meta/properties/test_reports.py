@@ -187,17 +187,17 @@ def test_evidence_has_each_property_and_its_numbers(verify: Verify, folder: Path
         ((PropertyRecord(name="agreement", problems=1),), "it has a property twice"),
         (
             (PropertyRecord(name="a", problems=1, exempt="why not"),),
-            "it is exempt from property a, and was held to it",
+            "it is exempt from property a, but was held to it",
         ),
         (
             (PropertyRecord(name="a", problems=0, comparisons=1),),
-            "property a was checked on no problem, and found something",
+            "property a was checked on no problem, but found something",
         ),
-        ((PropertyRecord(name="a", problems=1, margin=1.2),), "property a has a margin of 1.2, and no finding"),
-        ((PropertyRecord(name="a", problems=1, margin=None),), "property a has a margin of None, and no finding"),
+        ((PropertyRecord(name="a", problems=1, margin=1.2),), "property a has a margin of 1.2, but no finding"),
+        ((PropertyRecord(name="a", problems=1, margin=None),), "property a has a margin of None, but no finding"),
         (
             (PropertyRecord(name="a", problems=1, findings=("wrong",)),),
-            "its verdict is AGREE, and its numbers give DISAGREE",
+            "its verdict is AGREE, but its numbers give DISAGREE",
         ),
         ((PropertyRecord(name="a", problems=1, margin=0.9),), ""),
         ((PropertyRecord(name="a", problems=0, exempt="why not"),), ""),

@@ -278,7 +278,9 @@ WRONG = {
     "an if on a tensor": Wrong(with_if, "runs", "under torch.vmap", "torch.where in place of if"),
     "an if on a field": Wrong(with_if_on_a_field, "runs", "torch.where or clamp in place of if", "in place of if"),
     "a mask as an index": Wrong(with_boolean_index, "runs", "torch.where(mask, x, 0.0) in place of x[mask]", "where"),
-    "no sequences": Wrong(loop_over_sequences, "runs", "without any sequence, as a rank may be", "index_add and sum"),
+    "no sequences": Wrong(
+        loop_over_sequences, "runs", "without any sequence, as on a rank that has none", "index_add and sum"
+    ),
     "sums in float32": Wrong(float32_sums, "runs", "values.logprobs.new_zeros(...)", "mend"),
     "count of another dtype": Wrong(
         right, "draws", "field 'halves': its count= gave torch.float32; it is declared int64", "", {"batch": FloatCount}
@@ -306,7 +308,7 @@ WRONG = {
     "also written with another sign": Wrong(
         right,
         "also written",
-        "number 2 of also_written= differs from it in the loss",
+        "number 2 of also_written= differs from the reference in the loss",
         "or drop it",
         {"also_written": (right, negated)},
     ),

@@ -3,5 +3,5 @@
 
 JUnit XML, SARIF, markdown for a pull request, and an in-toto statement have a module each, with one
 function from a ``GateVerdict`` to text. The same verdict gives the same text. ``findings`` has what
-they and the screen have in common, ``source_places`` where in the sources SARIF shows it.
+they and the screen have in common, and ``source_places`` finds the lines to which SARIF points.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a gate found, as the screen and all files say it."""
+"""The findings of a gate, in the words of the screen and of all files."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lossgate.base.spelling import counted
-from lossgate.evidence.records import CellKey
+from lossgate.engine.cell_record import CellKey
 from lossgate.gate.gate_verdict import Blocker, GatedCell, GateReason, GateVerdict
-from lossgate.reports.remarks import EXCLUDED, EXEMPT, NOT_DISTINGUISHED, remark_lines
+from lossgate.reports.remarks import EXCLUDED, EXEMPT, NOT_DISTINGUISHED, in_pairs, remark_lines
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class GateFinding:
 
     blocker: Blocker
     cell: GatedCell | None
-    """None if it is about more than one cell."""
+    """None if the reason is about no single cell."""
 
     @property
     def reason(self) -> GateReason:
@@ -26,21 +26,23 @@ class GateFinding:
 
     @property
     def sentence(self) -> str:
-        """What is wrong, and where: it begins with the cell."""
+        """What is wrong, after the name of the cell if there is one."""
         return f"{self.cell.key}: {self.blocker.sentence}" if self.cell is not None else self.blocker.sentence
 
     @property
     def replay(self) -> str:
         """The command that shows a disagreement again; empty if there is none."""
-        return replay_of(self.cell) if self.reason is GateReason.DISAGREE and self.cell is not None else ""
+        if self.reason is not GateReason.DISAGREE or self.cell is None or self.cell.summary is None:
+            return ""
+        return self.cell.summary.replay or ""
 
 
 @dataclass(frozen=True)
 class GateFindings:
-    """What a gate found.
+    """The findings of a gate.
 
     Args:
-        verdict: what the gate says.
+        verdict: the verdict of the gate.
     """
 
     verdict: GateVerdict
@@ -52,7 +54,7 @@ class GateFindings:
 
     @cached_property
     def by_reason(self) -> Mapping[GateReason, Sequence[GateFinding]]:
-        """The findings of each reason that there is, the gravest reason first."""
+        """The findings by reason, the gravest reason first. It has only reasons with findings."""
         found: defaultdict[GateReason, list[GateFinding]] = defaultdict(list)
         for blocker in self.verdict.general:
             found[blocker.reason].append(GateFinding(blocker, None))
@@ -65,17 +67,18 @@ class GateFindings:
     def headline(self) -> str:
         """The verdict as a sentence."""
         if self.verdict.passes:
+            cells = counted(len(self.verdict.cells), "cell")
             excused = sum(1 for cell in self.verdict.cells if cell.excused)
             by_known = f", {excused} of them excused by known failures" if excused else ""
-            return f"The gate is open: {counted(len(self.verdict.cells), 'cell')}{by_known}"
+            return f"The gate is open: {cells}{by_known}"
         reasons = ", ".join(f"{reason} ({len(found)})" for reason, found in self.by_reason.items())
         return f"The gate is closed for {counted(len(self.all), 'reason')}: {reasons}"
 
     @property
     def remarks(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """Headings and the lines below them, on cells whatever their verdict: choices that are not
+        """Headings, each with its lines, about cells of any verdict: choices that are not
         distinguished, properties to which candidates are not held, and problems that they are not
-        given. Nothing is yielded if there is nothing to say.
+        given. A heading without lines is left out.
         """
         summaries = [cell.summary for cell in self.verdict.cells if cell.summary is not None]
         remarks = {
@@ -83,28 +86,18 @@ class GateFindings:
             EXEMPT: [in_pairs(one.exempt) for one in summaries],
             EXCLUDED: [in_pairs(one.excluded) for one in summaries],
         }
+        candidates = [one.key.candidate for one in summaries]
         for heading, of_cells in remarks.items():
-            candidates = (one.key.candidate for one in summaries)
             if lines := remark_lines(heading, zip(candidates, of_cells, strict=True)):
                 yield heading, lines[1:]
 
 
 def of_cell(cell: GatedCell) -> Sequence[GateFinding]:
-    """Returns what closes the gate because of a cell."""
+    """Returns the findings about a cell."""
     return [GateFinding(blocker, cell) for blocker in cell.blockers]
 
 
-def replay_of(cell: GatedCell) -> str:
-    """Returns the command that shows the disagreement of a cell again; empty if there is none."""
-    return cell.summary.replay or "" if cell.summary is not None else ""
-
-
 def short_name(key: CellKey) -> str:
-    """Returns the name of a cell among those of its candidate."""
-    where = "" if (key.world, key.device) == ("simulated", "cpu") else f" on {key.world}/{key.device}"
+    """Returns the name of a cell without its candidate."""
+    where = f" on {key.place}" if key.place else ""
     return f"{key.property}-{key.layout}-{key.dtype}{where}"
-
-
-def in_pairs(declared: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns what a candidate declares, each with the reason that it gives."""
-    return tuple(f"{what}: {why}" for what, why in declared.items())

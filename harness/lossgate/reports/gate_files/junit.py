@@ -2,8 +2,8 @@
 """JUnit XML of a verdict, for the test pages of CI systems.
 
 It is written with the standard library. The package ``junitparser`` gives a ``testsuites`` element
-an attribute ``skipped`` that the schema of Jenkins forbids, and uses lxml where that is installed,
-which writes other bytes and refuses control characters.
+an attribute ``skipped``, which the schema of Jenkins forbids. It also uses lxml if that is
+installed, and lxml writes other bytes and refuses control characters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +14,9 @@ from xml.etree import ElementTree as ET
 
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.gate_verdict import GatedCell, GateReason, GateVerdict
-from lossgate.reports.gate_files.findings import GateFinding, GateFindings, in_pairs, of_cell, short_name
+from lossgate.reports.gate_files.findings import GateFinding, GateFindings, of_cell, short_name
 from lossgate.reports.plain import one_line, plain
+from lossgate.reports.remarks import in_pairs
 from lossgate.reports.resource_lines import resource_lines
 
 _GATE = "lossgate.gate"
@@ -29,9 +30,9 @@ class _Case:
     name: str
     reason: GateReason | None = None
     message: str = ""
-    """Why it fails, in a line."""
+    """Why it fails, in one line."""
     text: str = ""
-    """All that is said of it."""
+    """Everything that is said of it."""
     seconds: float = 0.0
 
     @property
@@ -44,10 +45,10 @@ class _Case:
 def junit_xml(verdict: GateVerdict) -> str:
     """Returns the verdict as JUnit XML.
 
-    One suite is that of the gate: its first case is the verdict itself, its others are what
-    concerns no single cell. Each candidate has a suite with a case for each cell. A case has at
-    most one ``failure`` (for a disagreement) or ``error`` (for anything else), because many
-    readers take only the first; its text lists all findings.
+    The first suite is about the gate. Its first case is the verdict itself, and its other cases are
+    the reasons that are about no single cell. Each candidate has a suite with a case for each cell.
+    A case has at most one ``failure`` (for a disagreement) or ``error`` (for any other reason),
+    because many readers take only the first. Its text lists all findings.
     """
     gate = _suite(_GATE, list(_gate_cases(GateFindings(verdict))))
     gate.insert(0, _properties(verdict))
@@ -74,18 +75,16 @@ def _gate_cases(findings: GateFindings) -> Iterator[_Case]:
 
 def _cell_case(cell: GatedCell) -> _Case:
     seconds = cell.summary.seconds if cell.summary is not None else 0.0
-    known = seconds if isfinite(seconds) and seconds > 0 else 0.0  # evidence may have nonsense for it
+    if not (isfinite(seconds) and seconds > 0):  # evidence may hold anything
+        seconds = 0.0
     name = short_name(cell.key)
     if cell.passes:
-        return _Case(classname=cell.key.candidate, name=name, text=_note(cell), seconds=known)
-    return _failing(cell.key.candidate, name, of_cell(cell), known)
+        return _Case(classname=cell.key.candidate, name=name, text=_note(cell), seconds=seconds)
+    return _failing(cell.key.candidate, name, of_cell(cell), seconds)
 
 
 def _note(cell: GatedCell) -> str:
-    """Returns why a cell without blockers passes although it does not agree; or, of one that does,
-    which choices of options were not distinguished, to which properties it was held, which problems
-    it was not given, and what a call used.
-    """
+    """Returns why a cell passes although it does not agree, or remarks on a cell that agrees."""
     if cell.excused:
         return f"excused by a known failure: {cell.excused}"
     if cell.verdict == "AGREE":
@@ -94,6 +93,7 @@ def _note(cell: GatedCell) -> str:
 
 
 def _seen(summary: CellSummary) -> Iterator[str]:
+    """Yields remarks on a cell, and the resources that a call used."""
     if summary.not_distinguished:
         yield f"not distinguished: {'; '.join(summary.not_distinguished)}"
     if summary.kept:
@@ -106,10 +106,12 @@ def _seen(summary: CellSummary) -> Iterator[str]:
 
 
 def _failing(classname: str, name: str, findings: Sequence[GateFinding], seconds: float = 0.0) -> _Case:
-    """Returns a case that fails for its gravest reason. Its text has all of them."""
+    """Returns a case that fails for its gravest reason. Its text has all reasons."""
     first = next((finding for finding in findings if finding.reason is GateReason.DISAGREE), findings[0])
     more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-    lines = [*map(_line, findings), *([f"replay: {first.replay}"] if first.replay else [])]
+    lines = list(map(_line, findings))
+    if first.replay:
+        lines.append(f"replay: {first.replay}")
     return _Case(
         classname=classname,
         name=name,
@@ -126,7 +128,7 @@ def _line(finding: GateFinding) -> str:
 
 
 def _properties(verdict: GateVerdict) -> ET.Element:
-    """Returns what the gate was given."""
+    """Returns the policy, the evidence, and its commits and versions."""
     found = [
         ("policy", f"{verdict.policy.file} sha256:{verdict.policy.sha256}"),
         *(("evidence", f"{one.file} sha256:{one.sha256}") for one in verdict.evidence),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Markdown of a verdict, for a comment on a pull request.
 
-Names and messages come from evidence, so they stand in code: there they are no markup and no links,
-and they mention nobody.
+Names and messages come from evidence, so they are written as code, where they can't be markup,
+links or mentions of people.
 """
 
 import re
@@ -20,20 +20,20 @@ MARKER = "<!-- lossgate gate -->"
 _OF_A_REASON = 5
 """How many findings of a reason are shown at once. The others can be unfolded."""
 _LONGEST_MESSAGE = 500
-"""Characters of a message. One of many lines, such as a traceback, leaves room for the others."""
+"""The most characters of a message, so that a traceback leaves room for other messages."""
 _LEFT_OUT = "- {} more are left out here, because a comment can't be longer\n"
 _CUT = "\nThis comment can't be longer; what is left out is in the output of `lossgate gate`.\n"
 _LARGEST = 10**9
-"""More items than there ever are: room is kept for the line that says how many are left out."""
+"""More items than there ever are. Room is kept for a line that says that so many are left out."""
 
 
 def markdown(verdict: GateVerdict, *, limit: int = 65_000) -> str:
     """Returns the verdict as a comment on a pull request.
 
     Args:
-        verdict: what the gate says.
-        limit: the most characters. What does not fit is left out in whole items, and the comment
-            says how many. (GitHub takes 65,536.)
+        verdict: the verdict of the gate.
+        limit: the most characters. Items that do not fit are left out, and the comment says how
+            many. (GitHub takes 65,536.)
     """
     findings, comment = GateFindings(verdict), Comment(limit)
     comment.must(f"## {findings.headline} {MARKER}\n\n{_table(verdict)}\n")
@@ -46,12 +46,12 @@ def markdown(verdict: GateVerdict, *, limit: int = 65_000) -> str:
 
 
 def _folded(findings: GateFindings) -> Iterator[tuple[str, Iterator[str]]]:
-    """Yields what can be unfolded: its name, and its items."""
+    """Yields the sections that can be unfolded, each with its name and its items."""
     cells = findings.verdict.cells
     failing = (cell for cell in cells if cell.summary is not None and cell.summary.failure and not cell.passes)
     yield "Disagreements and how to see them again", map(_replay, failing)
     rest = (finding for found in findings.by_reason.values() for finding in found[_OF_A_REASON:])
-    yield "All other reasons", (f"- {finding.reason}: {_item(finding)[2:]}" for finding in rest)
+    yield "All other reasons", (_item(finding, f"{finding.reason}: ") for finding in rest)
     excused = (cell for cell in cells if cell.excused)
     yield "Excused known failures", (f"- {code(str(cell.key))}: {code(cell.excused)}\n" for cell in excused)
     for heading, lines in findings.remarks:
@@ -76,10 +76,10 @@ def _more(number: int) -> str:
     return f"- and {number} more like these\n" if number > 0 else ""
 
 
-def _item(finding: GateFinding) -> str:
+def _item(finding: GateFinding, start: str = "") -> str:
     cell = f"{code(str(finding.cell.key))} " if finding.cell is not None else ""
     where = f" ({code(finding.blocker.where)})" if finding.blocker.where else ""
-    return f"- {cell}{code(one_line(finding.blocker.sentence, _LONGEST_MESSAGE))}{where}\n"
+    return f"- {start}{cell}{code(one_line(finding.blocker.sentence, _LONGEST_MESSAGE))}{where}\n"
 
 
 def _line(text: str) -> str:
@@ -106,7 +106,7 @@ def _inputs(verdict: GateVerdict) -> Iterator[str]:
 
 
 class Comment:
-    """Markdown that grows in whole items as long as it is not longer than a limit.
+    """Markdown that grows by whole items, up to a limit.
 
     Args:
         limit: the most characters, counted as JavaScript and GitHub do: an emoji counts two.
@@ -118,7 +118,7 @@ class Comment:
         self._cut = False
 
     def must(self, text: str) -> None:
-        """Adds what no comment can do without."""
+        """Adds a text even if it is longer than the room that is left."""
         self._parts.append(text)
         self._room -= _length(text)
 
@@ -129,9 +129,12 @@ class Comment:
         """
         whole = list(items)
         room = self._room - sum(map(_length, (opening, closing, _LEFT_OUT.format(_LARGEST))))
-        fit = sum(length <= room for length in accumulate(map(_length, whole)))
-        left_out = _LEFT_OUT.format(len(whole) - fit) if fit < len(whole) else ""
-        self._cut |= bool(left_out)
+        lengths = accumulate(map(_length, whole))
+        fit = sum(length <= room for length in lengths)
+        left_out = ""
+        if fit < len(whole):
+            self._cut = True
+            left_out = _LEFT_OUT.format(len(whole) - fit)
         if fit:
             self.must("".join([opening, *whole[:fit], left_out, closing]))
 
@@ -141,11 +144,12 @@ class Comment:
 
 
 def _length(text: str) -> int:
+    """Returns the length in UTF-16, in which characters above U+FFFF count two."""
     return len(text) + sum(char > "\uffff" for char in text)
 
 
 def code(text: str) -> str:
-    """Returns text as a code span, whatever is in it."""
+    """Returns text as a code span, even if it has backticks."""
     line = one_line(text) or " "
     fence = "`" * (_longest_run(line) + 1)
     space = " " if line[0] == "`" or line[-1] == "`" else ""
@@ -160,4 +164,5 @@ def code_block(text: str, language: str) -> str:
 
 
 def _longest_run(line: str) -> int:
+    """Returns the length of the longest run of backticks."""
     return max(map(len, re.findall("`+", line)), default=0)

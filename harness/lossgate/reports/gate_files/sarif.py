@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lossgate import __version__
-from lossgate.evidence.records import CellKey
+from lossgate.engine.cell_record import CellKey
 from lossgate.gate.gate_verdict import Digested, GatedCell, GateReason, GateVerdict
 from lossgate.reports.gate_files.findings import GateFinding, GateFindings
 from lossgate.reports.gate_files.source_places import SourcePlaces
@@ -26,7 +26,7 @@ _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sa
 _MOST_RESULTS = 25_000
 """GitHub refuses a run with more."""
 _MOST_BYTES = 9_500_000
-"""GitHub refuses a file of more than 10 MB after gzip. Other zlibs may pack a little worse."""
+"""GitHub refuses a file of more than 10 MB after gzip. Another zlib may compress a little less."""
 _LONGEST_MESSAGE = 1_000
 _MORE = "more"
 """The rule of the last result, which says how many were left out."""
@@ -37,14 +37,14 @@ Json = dict[str, Any]
 def sarif(verdict: GateVerdict, *, root: Path | None = None) -> str:
     """Returns the verdict as a SARIF log.
 
-    Each finding is a result of level ``error``, each excused known failure one of level ``note``.
-    The gravest come first. If there are more than code scanning takes, the last result says how
-    many were left out.
+    Each finding is a result of level ``error``, and each excused known failure is a result of level
+    ``note``. The gravest come first. If there are more than code scanning takes, the last result
+    says how many were left out.
 
     Args:
-        verdict: what the gate says.
-        root: the folder that paths of sources start from, to find the lines that declare the
-            candidates. None reads no file, and shows the first line of each source.
+        verdict: the verdict of the gate.
+        root: the folder from which paths of sources start, to find the lines that declare the
+            candidates. None reads no source, and shows its first line.
     """
     findings = GateFindings(verdict)
     results = list(_results(findings, SourcePlaces(verdict, root)))
@@ -63,7 +63,9 @@ def _cut(results: Sequence[Json], kept: int) -> Sequence[Json]:
     level = "error" if any(result["level"] == "error" for result in left_out) else "note"
     message = f"{len(left_out)} more results are left out here, because code scanning takes no more."
     last = _result(_MORE, level, message, _Same(_MORE, None, 0))
-    return [*results[: kept - 1], last | {key: left_out[0][key] for key in ("locations",) if key in left_out[0]}]
+    if "locations" in left_out[0]:
+        last["locations"] = left_out[0]["locations"]
+    return [*results[: kept - 1], last]
 
 
 def _log(findings: GateFindings, results: Sequence[Json]) -> str:
@@ -121,17 +123,17 @@ _INDEX = {rule["id"]: index for index, rule in enumerate(_rules())}
 
 
 class _Same(NamedTuple):
-    """What a result has in common with that of another run: no numbers of the message."""
+    """Identifies a result in several runs. Messages can't, because their numbers may change."""
 
     rule: str
     key: CellKey | None
     number: int
-    """Among the results of this rule on this cell."""
+    """Its number among the results of this rule on this cell."""
 
     @property
     def fingerprint(self) -> str:
-        parts = [self.rule, *(msgspec.structs.astuple(self.key) if self.key else ()), self.number]
-        return sha256(json.dumps(parts).encode()).hexdigest()[:32]
+        key = msgspec.structs.astuple(self.key) if self.key else ()
+        return sha256(json.dumps([self.rule, *key, self.number]).encode()).hexdigest()[:32]
 
 
 def _results(findings: GateFindings, places: SourcePlaces) -> Iterator[Json]:
@@ -149,7 +151,8 @@ def _of_finding(finding: GateFinding, same: _Same, places: SourcePlaces) -> Json
         message = f"{message.rstrip('.')}. Replay: {replay}"
     result = _result(same.rule, "error", message, same)
     declared = places.of_candidate(cell.key.candidate, cell.summary) if cell is not None else None
-    if (physical := declared or places.of_policy(finding)) or cell:
+    physical = declared or places.of_policy(finding)
+    if physical or cell:
         result["locations"] = [_location(physical, cell)]
     if related := places.of_evidence(finding):
         result["relatedLocations"] = [{"physicalLocation": related}]
@@ -166,7 +169,7 @@ def _excused(cells: Iterable[GatedCell], places: SourcePlaces) -> Iterator[Json]
 
 
 def _location(physical: Json | None, cell: GatedCell | None) -> Json:
-    """Returns where a result is shown. Code scanning shows no result that has no file."""
+    """Returns where a result is shown. Code scanning shows only results with a file."""
     location: Json = {"physicalLocation": physical} if physical else {}
     if cell is not None:
         location["logicalLocations"] = [{"name": plain(cell.key.candidate), "kind": "function"}]
@@ -200,6 +203,6 @@ def _result(rule: str, level: str, message: str, same: _Same) -> Json:
 
 
 def _message(text: str) -> str:
-    """Returns a plain text message: braces are doubled, nothing is a link (section 3.11)."""
+    """Returns a message in plain text: it has doubled braces and no links (section 3.11)."""
     line = one_line(text, _LONGEST_MESSAGE).replace("](", "] (")
     return line.replace("{", "{{").replace("}", "}}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in the sources SARIF shows the findings of a verdict."""
+"""Finds the lines of sources, policy and evidence to which SARIF points."""
 
 import posixpath
 import re
@@ -13,16 +13,17 @@ from lossgate.gate.gate_verdict import GateVerdict
 from lossgate.reports.gate_files.findings import GateFinding
 
 _LARGEST_SOURCE = 2_000_000
-"""Bytes. Evidence names the file, so it may be any file: nobody declares candidates in a larger."""
+"""The most bytes that are read. Evidence may name any file, but sources are never so large."""
 
 
 class SourcePlaces:
     """Finds the place of each candidate and of each line of the policy.
 
     Args:
-        verdict: says which file declares each candidate.
-        root: the folder that paths of sources start from. A source is read only to find the line
-            of a candidate, and only if it is the very file that was verified; None reads nothing.
+        verdict: the verdict, whose cells name the files that declare candidates.
+        root: the folder from which paths of sources start. A source is read only to find the line
+            of a candidate, and only if it has not changed since it was verified. None reads no
+            source.
     """
 
     def __init__(self, verdict: GateVerdict, root: Path | None) -> None:
@@ -37,20 +38,23 @@ class SourcePlaces:
         """Returns the place that declares a candidate, or None if no file is known.
 
         Args:
-            candidate: its name.
-            summary: of the cell in question. Without one, another cell of the candidate says it.
+            candidate: the name of the candidate.
+            summary: the result of the cell. Without it, another cell of the candidate gives the
+                source.
         """
         found = summary or self._sources.get(candidate)
-        stem, suffix, name = found.source.partition(".py:") if found is not None else ("", "", "")
-        if found is None or not suffix:  # package.module:name names no file
+        if found is None or ".py:" not in found.source:  # package.module:name names no file
             return None
+        stem, _, name = found.source.partition(".py:")
         file = f"{stem}.py"
         return _physical(file, _declared(name, self._text_of(file, found.source_digest)))
 
     def of_policy(self, finding: GateFinding) -> dict[str, Any] | None:
         """Returns the line of the policy that a finding names, else the policy's first line."""
+        if not self._policy:
+            return None
         file, line = _file_and_line(finding.blocker.where)
-        return _physical(self._policy, line if file == self._policy else 1) if self._policy else None
+        return _physical(self._policy, line if file == self._policy else 1)
 
     def of_evidence(self, finding: GateFinding) -> dict[str, Any] | None:
         """Returns the line of evidence that a finding names, or None if it names none."""
@@ -74,7 +78,7 @@ def _physical(file: str, line: int) -> dict[str, Any]:
 
 
 def _artifact(file: str) -> dict[str, Any]:
-    """Returns the location of a file: relative to the root of the sources, if it is."""
+    """Returns the location of a file. A relative path starts from the root of the sources."""
     path = posixpath.normpath(file.replace("\\", "/"))
     uri = quote(path, safe="/", errors="replace")
     if path.startswith("/"):
@@ -85,7 +89,7 @@ def _artifact(file: str) -> dict[str, Any]:
 
 
 def _text(path: Path, digest: str | None) -> str:
-    """Returns a source if it has the digest, else nothing. A device or a huge file isn't read."""
+    """Returns a source if it has the digest, else nothing. Devices and huge files aren't read."""
     try:
         if digest is None or not path.is_file() or path.stat().st_size > _LARGEST_SOURCE:
             return ""
@@ -96,7 +100,7 @@ def _text(path: Path, digest: str | None) -> str:
 
 
 def _declared(name: str, source: str) -> int:
-    """Returns the line that declares a name first; 1 if none does."""
+    """Returns the first line that declares a name; 1 if no line does."""
     declaration = rf"^(?:(?:async )?def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*[:=]"
     found = re.search(declaration, source, re.MULTILINE)
     return source.count("\n", 0, found.start()) + 1 if found else 1

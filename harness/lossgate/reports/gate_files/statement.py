@@ -17,7 +17,7 @@ from lossgate.reports.plain import plain
 _STATEMENT = "https://in-toto.io/Statement/v1"
 _TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""What git names a commit, by SHA-1 or SHA-256."""
+"""The whole name of a commit in git, a SHA-1 or a SHA-256."""
 
 Json = dict[str, Any]
 
@@ -25,21 +25,22 @@ Json = dict[str, Any]
 def statement(verdict: GateVerdict, subjects: Sequence[Digested] = ()) -> str:
     """Returns the verdict as an in-toto statement with a test-result predicate.
 
-    Each cell is a test. A cell that passes although it does not agree, because a known failure
-    excuses it or no rule asks for it, has warned. What concerns no single cell is a failed test
-    ``gate: REASON``.
+    Each cell is a test. A cell has warned if it passes although it does not agree, because a known
+    failure excuses it or no rule asks for it. A reason that is about no single cell is a failed
+    test ``gate: REASON``.
 
     Args:
-        verdict: what the gate says.
+        verdict: the verdict of the gate.
         subjects: the files that are released. If there are none, the statement is about the commits
             that the evidence names and the sources of the candidates.
 
     Raises:
-        UsageError: if there is nothing that the statement could be about.
+        UsageError: if the statement has no subject.
     """
     passed, warned, failed = _tests(verdict)
+    if_passed = "WARNED" if warned else "PASSED"
     predicate: Json = {
-        "result": "FAILED" if not verdict.passes else "WARNED" if warned else "PASSED",
+        "result": if_passed if verdict.passes else "FAILED",
         "configuration": [
             _file(verdict.policy, "policy"),
             *(_file(one, "evidence") for one in verdict.evidence),
@@ -58,12 +59,18 @@ def statement(verdict: GateVerdict, subjects: Sequence[Digested] = ()) -> str:
 
 
 def _tests(verdict: GateVerdict) -> tuple[list[str], list[str], list[str]]:
+    """Returns the names of the tests that passed, that warned, and that failed."""
     passed: list[str] = []
     warned: list[str] = []
     failed = [f"gate: {reason}" for reason in dict.fromkeys(blocker.reason for blocker in verdict.general)]
     for cell in verdict.cells:
-        tests = failed if not cell.passes else passed if cell.verdict == "AGREE" else warned
-        tests.append(plain(str(cell.key)))
+        name = plain(str(cell.key))
+        if not cell.passes:
+            failed.append(name)
+        elif cell.verdict == "AGREE":
+            passed.append(name)
+        else:
+            warned.append(name)
     return passed, warned, failed
 
 
@@ -84,5 +91,5 @@ def _subjects(verdict: GateVerdict, subjects: Sequence[Digested]) -> list[Json]:
 
 
 def _commits(verdict: GateVerdict) -> Iterator[Json]:
-    """Yields the commits. They have no names, because a digest of git says what it is."""
+    """Yields the commits. They need no names, because the key ``gitCommit`` says what they are."""
     return ({"digest": {"gitCommit": one}} for one in verdict.commits if _COMMIT.fullmatch(one))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the cells of a page into a matrix: candidates, properties and dtypes by layouts."""
+"""Puts the cells of a page into a matrix: rows of candidates, properties and dtypes, and columns of
+layouts.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,20 +9,19 @@ from itertools import groupby
 from math import prod
 from re import findall
 
-from lossgate.engine.cell_record import CellKey
 from lossgate.reports.page.entries import Entry
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The cells of a candidate that differ in their layout alone."""
+    """The cells of a candidate that differ only in their layout."""
 
     property: str
     dtype: str
     where: str
-    """The world and device; empty for the usual one."""
+    """The world and device; empty for simulated ranks on the CPU."""
     cells: Sequence[int | None]
-    """For each layout the number of the entry; None if there is no such cell."""
+    """The number of the entry for each layout; None if there is no such cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class Group:
 
     candidate: str
     about: str
-    """Its spec and head, if they are known."""
+    """The spec and head of the candidate; empty if they are unknown."""
     rows: Sequence[Row]
 
 
@@ -41,13 +42,8 @@ class Matrix:
     groups: Sequence[Group]
 
 
-def where(key: CellKey) -> str:
-    """Returns the world and device of a cell; empty for simulated ranks on the CPU."""
-    return "" if (key.world, key.device) == ("simulated", "cpu") else f"{key.world}/{key.device}"
-
-
 def matrix_of(entries: Sequence[Entry]) -> Matrix:
-    """Returns the matrix of entries, which are in the order of their keys."""
+    """Returns the matrix of entries. The entries must be in the order of their keys."""
     layouts = sorted({entry.key.layout for entry in entries}, key=_by_size)
     column = {layout: number for number, layout in enumerate(layouts)}
     groups = groupby(enumerate(entries), key=lambda numbered: numbered[1].key.candidate)
@@ -55,7 +51,7 @@ def matrix_of(entries: Sequence[Entry]) -> Matrix:
 
 
 def _by_size(layout: str) -> tuple[int, int, str]:
-    """Sorts a layout by its ranks, then by its axes."""
+    """A key that sorts layouts by their ranks, then by the number of their axes."""
     sizes = [int(size) for size in findall(r"=(\d{1,9})", layout)]
     return prod(sizes), len(sizes), layout
 
@@ -68,7 +64,8 @@ def _group(candidate: str, cells: Sequence[tuple[int, Entry]], column: Mapping[s
 def _rows(cells: Iterable[tuple[int, Entry]], column: Mapping[str, int]) -> Iterator[Row]:
     rows: dict[tuple[str, str, str], list[int | None]] = {}
     for number, entry in cells:
-        name = (entry.key.property, entry.key.dtype, where(entry.key))
-        rows.setdefault(name, [None] * len(column))[column[entry.key.layout]] = number
+        key = entry.key
+        row = rows.setdefault((key.property, key.dtype, key.place), [None] * len(column))
+        row[column[key.layout]] = number
     for (property_, dtype, place), numbers in sorted(rows.items()):
         yield Row(property=property_, dtype=dtype, where=place, cells=numbers)

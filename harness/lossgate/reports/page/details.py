@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page shows of a cell when it is opened, small enough for thousands of cells.
+"""The data of a cell that is opened on the page, small enough for thousands of cells.
 
-Texts and problems are kept once and named by their number.
+Each text and each problem is kept once, and cells have its number.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,15 +12,16 @@ import msgspec
 
 from lossgate.engine.cell_record import CellRecord, Failure, PropertyRecord, WorstExample
 from lossgate.engine.output_record import OutputRecord, PooledRecord
-from lossgate.evidence.records import RunRecord
+from lossgate.evidence.records import RunRecord, parse_time
 from lossgate.reports.page.entries import Entry
 from lossgate.reports.page.histograms import histograms_of
+from lossgate.reports.remarks import in_pairs
 
 LONGEST_TREND = 30
-"""Runs in a cell's trend: more would make the page large."""
+"""The most runs in the trend of a cell. More would make the page large."""
 
 _DIGITS = 4
-"""Significant digits of numbers: the page shows three."""
+"""The significant digits of numbers. The page shows three."""
 _TREND_DIGITS = 3
 
 
@@ -43,7 +44,7 @@ class Details:
     """Makes the details of cells, and keeps their texts, problems and runs.
 
     Args:
-        runs: by name.
+        runs: the runs by name.
     """
 
     def __init__(self, runs: Mapping[str, RunRecord]) -> None:
@@ -51,7 +52,7 @@ class Details:
         self._runs = runs
 
     def of(self, entry: Entry, older: Sequence[CellRecord]) -> dict[str, Any]:
-        """Returns what the page shows of a cell, without what is empty."""
+        """Returns the data of a cell, without empty values."""
         shown = self._of_gate(entry)
         if entry.record is not None:
             shown |= self._of_record(entry.record)
@@ -94,7 +95,7 @@ class Details:
             "unseen": self._all(record.mistakes_surviving),
             "small": self._all(record.mistakes_too_small),
             "alike": self._all(record.not_distinguished),
-            "excluded": self._all(f"{what}: {why}" for what, why in record.excluded.items()),
+            "excluded": self._all(in_pairs(record.excluded)),
             "properties": [self._property(held_to) for held_to in record.properties],
             "worst": [self._worst(worst) for worst in record.worst],
             "resources": {name: dict(sorted(numbers.items())) for name, numbers in sorted(record.resources.items())},
@@ -115,8 +116,8 @@ class Details:
         return [self._text(text) for text in texts]
 
     def _failure(self, failure: Failure | None) -> list[Any] | None:
-        """Returns the problem, its description, findings, number of tries, and lines of got
-        beside want.
+        """Returns the problem, its description, the findings, the number of tries to make it
+        smaller, and lines that show results next to what was expected.
         """
         if failure is None:
             return None
@@ -129,7 +130,7 @@ class Details:
         ]
 
     def _output(self, output: OutputRecord) -> list[Any]:
-        """Returns name, pool, histograms, faults, and how many planted errors were missed."""
+        """Returns name, pool, histograms, faults, planted errors that passed, and blind spots."""
         pooled = output.pooled
         return [
             self._text(output.name),
@@ -164,7 +165,7 @@ class Details:
         ]
 
     def _trend(self, records: Sequence[CellRecord]) -> dict[str, Any]:
-        """Returns when and of which commit a cell was verified, its verdicts and pooled scales."""
+        """Returns the times, commits, verdicts and pooled scales of a cell, run by run."""
         runs = [self._runs.get(record.run) for record in records]
         pools = [{output.name: output.pooled for output in record.outputs} for record in records]
         names = dict.fromkeys(name for pool in pools for name in pool)
@@ -177,13 +178,13 @@ class Details:
 
 
 def _columns(pools: Sequence[PooledRecord | None]) -> tuple[list[float | None], list[float | None]]:
-    """Returns the scales and the limits of an output, run by run; None where it was not pooled."""
+    """Returns the scales and the limits of an output, run by run; None if a run did not pool it."""
     scales = [None if pool is None else _short(pool.scale, _TREND_DIGITS) for pool in pools]
     return scales, [None if pool is None else _short(pool.limit, _TREND_DIGITS) for pool in pools]
 
 
 def _about(name: str, run: RunRecord | None) -> dict[str, Any]:
-    """Returns where and how a run was made."""
+    """Returns the host, commit, versions and settings of a run, and so on."""
     if run is None:
         return {"run": name}
     return {
@@ -206,26 +207,19 @@ _NEVER = datetime.min.replace(tzinfo=UTC)
 
 
 def records_of_trend(current: CellRecord, history: Iterable[CellRecord]) -> list[CellRecord]:
-    """Returns the current record and the older ones of its cell, the oldest first.
+    """Returns the current record and the earlier records of its cell, the oldest first.
 
-    History may hold the current run too, and copies of a record: each counts once.
+    Records of the current run and copies of a record are left out.
     """
     chosen: dict[tuple[str, str], list[CellRecord]] = {}
     for record in history:
         alike = chosen.setdefault((record.run, record.time), [])
         if record.run != current.run and record not in alike:
             alike.append(record)
-    return sorted([*(record for alike in chosen.values() for record in alike), current], key=_when)
+    earlier = [record for alike in chosen.values() for record in alike]
+    return sorted([*earlier, current], key=_when)
 
 
 def _when(record: CellRecord) -> tuple[datetime, str, str]:
-    """Sorts by time. Records without a valid one come first; of one time, by their runs."""
-    return _parse(record.time) or _NEVER, record.time, record.run
-
-
-def _parse(text: str) -> datetime | None:
-    try:
-        time = datetime.fromisoformat(text)
-        return time.astimezone(UTC) if time.tzinfo is not None else time.replace(tzinfo=UTC)
-    except (ValueError, OverflowError):
-        return None
+    """A key that sorts by time, then by run. Records without a valid time come first."""
+    return parse_time(record.time) or _NEVER, record.time, record.run

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a page is made from: its cells, with what evidence and the gate say of each."""
+"""The data of a page: its cells, each with its evidence and the verdict of the gate on it."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ class Page:
     cells: Sequence[CellRecord]
     """The newest record of each cell."""
     gate: GateVerdict | None
-    """What the gate says; None for a report, which has no policy."""
+    """The verdict of the gate; None for a report, which has no policy."""
     history: Mapping[CellKey, Sequence[CellRecord]]
-    """Records of earlier runs of each cell, in any order; those of the current run do not count."""
+    """Earlier records of each cell, in any order. Records of the current run are ignored."""
     runs: Sequence[RunRecord]
     """The runs that the records name."""
 
 
 class State(StrEnum):
-    """What a cell's verdict is called on the page, the worst first."""
+    """The verdict on a cell in the words of the page, the worst first."""
 
     DISAGREES = "disagrees"
     MISSING = "missing"
@@ -52,7 +52,7 @@ PLURALS = {
     State.KNOWN: "known failures",
     State.AGREES: "agree",
 }
-"""What several cells are called."""
+"""The words for several cells."""
 
 _STATES = {
     "AGREE": State.AGREES,
@@ -68,9 +68,16 @@ class Entry:
 
     key: CellKey
     record: CellRecord | None
-    """None if there are no numbers of it."""
+    """The newest record of the cell; None if the page has none."""
     gated: GatedCell | None
-    """None if the page has no gate, or the gate does not know the cell."""
+    """The cell as the gate judged it; None if there is no gate or it does not know the cell."""
+
+    @property
+    def source(self) -> CellRecord | None:
+        """The record, or else the summary of the gate; None if there is neither."""
+        if self.record is not None:
+            return self.record
+        return self.gated.summary if self.gated is not None else None
 
     @property
     def state(self) -> State:
@@ -81,19 +88,16 @@ class Entry:
     @property
     def mde(self) -> float | None:
         """The minimum detectable effect; None if it is infinite or unknown."""
-        source = self.record or (self.gated and self.gated.summary)
-        return source.mde if source else None
+        return self.source.mde if self.source is not None else None
 
     @property
     def spec(self) -> str:
-        """Its spec and head; empty if they are unknown."""
-        source = self.record or (self.gated and self.gated.summary)
-        return f"{source.spec} from {source.head}" if source else ""
+        """The spec and head of the cell; empty if they are unknown."""
+        return f"{self.source.spec} from {self.source.head}" if self.source is not None else ""
 
     @property
     def comparisons(self) -> int:
-        source = self.record or (self.gated and self.gated.summary)
-        return source.comparisons if source else 0
+        return self.source.comparisons if self.source is not None else 0
 
     @property
     def has_verdict(self) -> bool:
@@ -105,27 +109,28 @@ class Entry:
 
     @property
     def needs_attention(self) -> bool:
-        """Whether a reader should look at it: it blocks, or without a gate it does not agree."""
+        """Whether the cell closes the gate, or without a gate, does not agree."""
         if self.gated is not None:
             return not self.gated.passes
         return self.state not in (State.AGREES, State.KNOWN)
 
     @property
     def reasons(self) -> Sequence[str]:
-        """In words, why it does not agree."""
-        source = self.record or (self.gated and self.gated.summary)
-        return source.reasons if source else ()
+        """Why the cell does not agree, in words."""
+        return self.source.reasons if self.source is not None else ()
 
     @property
     def _verdict(self) -> str:
-        return self.gated.verdict if self.gated is not None else self.record.verdict if self.record else "MISSING"
+        if self.gated is not None:
+            return self.gated.verdict
+        return self.record.verdict if self.record is not None else "MISSING"
 
     @property
     def _is_known_failure(self) -> bool:
         if self.gated is not None and self.gated.excused:
             return True
-        known = self.record.known_failure if self.record else None
-        return self._verdict == "DISAGREE" and known is not None and known.expected
+        is_expected = self.record is not None and self.record.expected
+        return is_expected and self._verdict == "DISAGREE"
 
 
 def entries_of(page: Page) -> list[Entry]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sentences and numbers at the top of the page: the verdict, and of what the evidence is."""
+"""The sentences and facts at the top of the page: the verdict, and the origin of the evidence."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,10 +9,11 @@ from lossgate.engine.cell_record import CellKey
 from lossgate.evidence.records import RunRecord
 from lossgate.gate.gate_verdict import Blocker, GateCode, GateReason, GateVerdict
 from lossgate.reports.page.entries import Entry, Page, State
+from lossgate.reports.shown_verdict import NOTHING, percent
+from lossgate.reports.troubles import listed
 
-UNKNOWN, NOTHING = "\N{EN DASH}", "nothing"
-"""The minimum detectable effect of a cell that disagrees or was never compared, and of one that
-would not even have seen an error of 100%."""
+UNKNOWN = "\N{EN DASH}"
+"""Shown in place of the minimum detectable effect if a cell disagrees or was never compared."""
 
 
 class Headline(NamedTuple):
@@ -24,25 +25,24 @@ class Headline(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A line of what keeps the gate closed, or of what a reader of a report should look at."""
+    """A reason that keeps the gate closed, or a cell of a report that does not agree."""
 
     kind: str
     message: str
     where: str
     cell: int | None
-    """The number of its entry."""
+    """The number of the entry of the cell; None if the reason is about no single cell."""
 
 
 def detects(entry: Entry) -> str:
-    """Returns the minimum detectable effect of a cell, as the terminal writes it."""
+    """Returns the minimum detectable effect of a cell in words."""
     if not entry.has_verdict:
         return "missing"
-    if entry.mde is None or entry.mde > 1:
-        disagrees = entry.state in (State.DISAGREES, State.KNOWN)
-        return UNKNOWN if disagrees or not entry.comparisons else NOTHING
-    if entry.mde < 1e-4:
-        return _plain_exponent(f"{entry.mde:.2g}")
-    return f"{float(f'{100 * entry.mde:.2g}'):g}%"
+    effect = percent(entry.mde)
+    if effect != NOTHING:
+        return _plain_exponent(effect)
+    disagrees = entry.state in (State.DISAGREES, State.KNOWN)
+    return UNKNOWN if disagrees or not entry.comparisons else NOTHING
 
 
 def _plain_exponent(number: str) -> str:
@@ -52,7 +52,7 @@ def _plain_exponent(number: str) -> str:
 
 
 def headline(gate: GateVerdict | None, entries: Sequence[Entry]) -> Headline:
-    """Returns the verdict of a gate, or without one what the cells say together."""
+    """Returns the verdict of a gate, or without a gate, the verdict on all cells together."""
     return _of_report(entries) if gate is None else _of_gate(gate)
 
 
@@ -61,24 +61,17 @@ def _of_gate(gate: GateVerdict) -> Headline:
     if gate.code is GateCode.OPEN:
         passing = "the one required cell passes" if required == 1 else f"all {required:,} required cells pass"
         return Headline("The gate is open.", f"Exit code 0: {passing}.", good=True)
-    if gate.code is GateCode.DISAGREE:
-        wrong = len({blocker.cell for blocker in gate.blockers if blocker.reason is GateReason.DISAGREE})
-        why = f"Exit code 1: {_count(wrong, 'cell')} {'disagrees' if wrong == 1 else 'disagree'}"
-        others = _by_kind(gate)
-        if number := others.total():
-            why += f", and there {'is' if number == 1 else 'are'} {_count(number, 'other reason')}: {_counts(others)}"
-        return Headline("The gate is closed.", f"{why}.", good=False)
-    why = f"Exit code 3: no cell disagrees, but the evidence is not enough: {_counts(_by_kind(gate))}."
-    return Headline("The gate is closed.", why, good=False)
-
-
-def _by_kind(gate: GateVerdict) -> Counter[GateReason]:
-    """Counts the reasons other than disagreements."""
-    return Counter(blocker.reason for blocker in gate.blockers if blocker.reason is not GateReason.DISAGREE)
-
-
-def _counts(kinds: Counter[GateReason]) -> str:
-    return ", ".join(f"{kinds[kind]:,} {kind}" for kind in GateReason if kinds[kind])
+    others = Counter(blocker.reason for blocker in gate.blockers if blocker.reason is not GateReason.DISAGREE)
+    counts = ", ".join(f"{others[reason]:,} {reason}" for reason in GateReason if others[reason])
+    if gate.code is not GateCode.DISAGREE:
+        why = f"Exit code 3: no cell disagrees, but the evidence is not enough: {counts}."
+        return Headline("The gate is closed.", why, good=False)
+    wrong = len({blocker.cell for blocker in gate.blockers if blocker.reason is GateReason.DISAGREE})
+    why = f"Exit code 1: {_count(wrong, 'cell')} {'disagrees' if wrong == 1 else 'disagree'}"
+    if number := others.total():
+        are = "is" if number == 1 else "are"
+        why += f", and there {are} {_count(number, 'other reason')}: {counts}"
+    return Headline("The gate is closed.", f"{why}.", good=False)
 
 
 def _of_report(entries: Sequence[Entry]) -> Headline:
@@ -87,15 +80,16 @@ def _of_report(entries: Sequence[Entry]) -> Headline:
     if not entries:
         return Headline("There are no cells.", "The evidence has no results.", good=False)
     if wrong:
-        return Headline(f"{_share(wrong, entries)} {'disagrees' if wrong == 1 else 'disagree'}.", "", good=False)
+        disagree = "disagrees" if wrong == 1 else "disagree"
+        return Headline(f"{_share(wrong, entries)} {disagree}.", "", good=False)
     if unsure:
+        are = "is" if unsure == 1 else "are"
         why = "Nothing wrong was seen, but not enough was seen."
-        return Headline(f"{_share(unsure, entries)} {'is' if unsure == 1 else 'are'} inconclusive.", why, good=False)
+        return Headline(f"{_share(unsure, entries)} {are} inconclusive.", why, good=False)
     if any(entry.state is State.KNOWN for entry in entries):
         return Headline("No cell disagrees.", "Only known failures do.", good=True)
-    return Headline(
-        "The one cell agrees." if len(entries) == 1 else f"All {len(entries):,} cells agree.", "", good=True
-    )
+    all_agree = "The one cell agrees." if len(entries) == 1 else f"All {len(entries):,} cells agree."
+    return Headline(all_agree, "", good=True)
 
 
 def _count(number: int, what: str) -> str:
@@ -107,7 +101,7 @@ def _share(number: int, entries: Sequence[Entry]) -> str:
 
 
 def problems_of(gate: GateVerdict | None, entries: Sequence[Entry]) -> list[Problem]:
-    """Returns what keeps the gate closed, or without a gate what does not agree."""
+    """Returns the reasons that keep the gate closed, or without a gate, the cells to look at."""
     numbers = {entry.key: number for number, entry in enumerate(entries)}
     if gate is not None:
         return [_blocking(blocker, numbers) for blocker in gate.blockers]
@@ -124,26 +118,23 @@ def _blocking(blocker: Blocker, numbers: dict[CellKey, int]) -> Problem:
 
 
 _VERSIONS = ("lossgate", "torch", "python")
-_SHOWN = 3
-"""Values of one fact; more would not fit into the line."""
 
 
 class Fact(NamedTuple):
-    """A name and what it is, such as ``commit`` and the digits of it."""
+    """A name and a value, such as ``commit`` and its digits."""
 
     name: str
     value: str
 
 
 def origin_of(page: Page, entries: Sequence[Entry]) -> list[Fact]:
-    """Returns the facts of the line at the top of the page. Runs of history do not count."""
+    """Returns the facts in the line at the top of the page. They leave out earlier runs."""
     runs = _current_runs(page, entries)
     return [*_commit(page, runs), *_policy(page), *_versions(page, runs), *_date(entries)]
 
 
 def _current_runs(page: Page, entries: Sequence[Entry]) -> list[RunRecord]:
-    sources = [entry.record or (entry.gated and entry.gated.summary) for entry in entries]
-    named = {source.run for source in sources if source}
+    named = {entry.source.run for entry in entries if entry.source is not None}
     return [run for run in page.runs if run.run in named]
 
 
@@ -152,7 +143,7 @@ def _commit(page: Page, runs: Sequence[RunRecord]) -> Iterator[Fact]:
     modified = ", with files that differ from it" if any(run.modified for run in runs) else ""
     commits = sorted({commit[:12] for commit in found})
     if commits:
-        yield Fact(_name("commit", commits), f"{_listed(commits)}{modified}")
+        yield Fact(_name("commit", commits), f"{listed(commits)}{modified}")
     elif runs:
         yield Fact("commit", "unknown")
 
@@ -170,20 +161,14 @@ def _versions(page: Page, runs: Sequence[RunRecord]) -> Iterator[Fact]:
         versions = {name: [run.versions[name] for run in runs if name in run.versions] for name in _VERSIONS}
     for name in _VERSIONS:
         if found := sorted(set(versions.get(name, ()))):
-            yield Fact(name, _listed(found))
+            yield Fact(name, listed(found))
 
 
 def _date(entries: Sequence[Entry]) -> Iterator[Fact]:
-    sources = [entry.record or (entry.gated and entry.gated.summary) for entry in entries]
-    days = sorted({source.time[:10] for source in sources if source})
+    days = sorted({entry.source.time[:10] for entry in entries if entry.source is not None})
     if days:
         yield Fact("evidence of", days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}")
 
 
 def _name(one: str, found: Sequence[str]) -> str:
     return one if len(found) == 1 else f"{one}s"
-
-
-def _listed(found: Sequence[str]) -> str:
-    more = len(found) - _SHOWN
-    return ", ".join(found[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts how close each statistic of an output came to its limit, in bins of equal ratio."""
+"""Makes histograms of statistics as shares of their limits, with bins of equal ratio."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,25 +9,24 @@ from typing import NamedTuple
 from lossgate.engine.output_record import OutputRecord
 
 BINS_PER_DECADE = 4
+"""Bins for shares between a number and ten times that number."""
 LOWEST, HIGHEST = -3 * BINS_PER_DECADE, 6 * BINS_PER_DECADE
-"""The first bin holds zero too, and the last one infinity."""
-
-SCALE = "scale"
+"""The first and the last bin. The first also holds zero, and the last also infinity."""
 
 
 class Histogram(NamedTuple):
-    """The shares of its limit that a statistic of an output had.
+    """A statistic of an output on all problems, as shares of its limit.
 
-    Bin ``k`` holds the shares over ``10 ** ((k - 1) / BINS_PER_DECADE)``, up to
-    ``10 ** (k / BINS_PER_DECADE)``. So bins up to 0 are within the limit, others over it.
+    Bin ``k`` holds the shares over ``10 ** ((k - 1) / BINS_PER_DECADE)`` and up to
+    ``10 ** (k / BINS_PER_DECADE)``. So bins up to 0 are within the limit, and later bins over it.
     """
 
     statistic: str
     problems: int
     largest: float | None
-    """None if it is infinite."""
+    """The largest share; None if it is infinite."""
     over: int
-    """How many were over the limit."""
+    """How many shares were over the limit."""
     first: int
     """The number of the first bin in ``counts``."""
     counts: tuple[int, ...]
@@ -37,18 +36,22 @@ def histograms_of(output: OutputRecord) -> Iterator[Histogram]:
     """Yields the histogram of each statistic of an output that was compared."""
     shares = list(_scales(output))
     if shares:
-        yield _histogram(SCALE, shares)
+        yield _histogram("scale", shares)
     for statistic, found in output.shares.items():
         if found:
             yield _histogram(statistic, [inf if share is None else share for share in found])
 
 
 def _scales(output: OutputRecord) -> Iterator[float]:
-    """Yields the shares of the scale, without problems that say nothing about it."""
+    """Yields the scale on each problem as a share of its limit, unless the problem says nothing."""
     vacuous = frozenset(output.vacuous)
     for i, (scale, limit) in enumerate(zip(output.scale, output.limit, strict=False)):
-        if i not in vacuous or abs(scale) > limit:
-            yield abs(scale) / limit if limit else (inf if scale else 0.0)
+        if i in vacuous and abs(scale) <= limit:
+            continue
+        if limit:
+            yield abs(scale) / limit
+        else:
+            yield inf if scale else 0.0
 
 
 def _histogram(statistic: str, shares: Sequence[float]) -> Histogram:

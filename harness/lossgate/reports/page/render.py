@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders the page: one HTML file that holds its style, its scripts, its numbers and Vega-Lite.
 
-Its content security policy forbids the network, and runs the scripts that are named by digest and
-no others. Vega runs its expressions by its interpreter, so that no script needs ``eval``.
+Its content security policy forbids the network, and allows only the scripts whose digests it names.
+Vega interprets its expressions, so that no script needs ``eval``.
 """
 
 from base64 import b64encode
@@ -16,24 +16,25 @@ from zlib import compress
 import msgspec
 
 from lossgate.base.errors import UsageError
-from lossgate.reports.page.cell_rows import matrix_of, where
+from lossgate.reports.page.cell_rows import matrix_of
 from lossgate.reports.page.details import Details, Kept
 from lossgate.reports.page.entries import PLURALS, SYMBOLS, Entry, Page, count_states, entries_of
-from lossgate.reports.page.headline import NOTHING, UNKNOWN, detects, headline, origin_of, problems_of
+from lossgate.reports.page.headline import UNKNOWN, detects, headline, origin_of, problems_of
+from lossgate.reports.shown_verdict import NOTHING
 
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("dom", "data", "words", "plots", "charts", "sections", "dialog", "filters", "grid", "main")
 """The parts of the page's script, in order."""
 
 _SHOWN_PROBLEMS = 6
-"""Lines at the top of the page; the others open below them."""
+"""The most lines at the top of the page. The other lines can be opened below them."""
 
 
 def render_page(page: Page) -> str:
     """Returns the page as HTML. The same page gives the same bytes.
 
     Raises:
-        UsageError: if a package that it needs is not installed.
+        UsageError: if a package that the page needs is not installed.
     """
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -82,7 +83,7 @@ def _context(page: Page, library: str) -> dict[str, Any]:
 
 
 def _explained(entries: Sequence[Entry]) -> dict[str, str]:
-    """Returns what stands in cells instead of an effect, and what it means."""
+    """Returns the words that cells show in place of an effect, with their meanings."""
     meanings = {
         NOTHING: "even an error of 100% in the scale of an output could have stayed hidden",
         UNKNOWN: "no smallest detectable error: the cell disagrees, or nothing was compared",
@@ -92,14 +93,14 @@ def _explained(entries: Sequence[Entry]) -> dict[str, str]:
 
 
 def _index(entries: Sequence[Entry], gate: bool) -> dict[str, Any]:
-    """Returns what the scripts read at once: columns of texts by number, and the texts."""
+    """Returns the data that scripts read at once: columns of numbers of texts, and the texts."""
     texts = Kept()
     columns = {
         "candidate": [entry.key.candidate for entry in entries],
         "property": [entry.key.property for entry in entries],
         "layout": [entry.key.layout for entry in entries],
         "dtype": [entry.key.dtype for entry in entries],
-        "where": [where(entry.key) for entry in entries],
+        "where": [entry.key.place for entry in entries],
         "spec": [entry.spec for entry in entries],
         "state": [entry.state for entry in entries],
     }
@@ -109,7 +110,7 @@ def _index(entries: Sequence[Entry], gate: bool) -> dict[str, Any]:
 
 
 def _details(page: Page, entries: Sequence[Entry]) -> dict[str, Any]:
-    """Returns what the scripts read when the first cell is opened."""
+    """Returns the data that scripts read when the first cell is opened."""
     details = Details({run.run: run for run in page.runs})
     cells = [details.of(entry, page.history.get(entry.key, ())) for entry in entries]
     return {
@@ -121,7 +122,7 @@ def _details(page: Page, entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """Returns JSON that ends no script and no line, whatever its texts say."""
+    """Returns JSON without characters that could end a script or a line."""
     text = msgspec.json.encode(data).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -129,7 +130,7 @@ def _embedded(data: dict[str, Any]) -> str:
 
 
 def _packed(text: bytes) -> str:
-    """Returns a text compressed, in letters that can stand in HTML."""
+    """Returns a text compressed, in characters that are safe in HTML."""
     return b64encode(compress(text)).decode()
 
 
@@ -158,7 +159,7 @@ def _library() -> str:
 
 
 def _inline(script: str) -> str:
-    """Returns a script that can stand in HTML: nothing in it ends it or starts a comment."""
+    """Returns a script for HTML, in which nothing ends the script or starts a comment."""
     lines = script.replace("\r\n", "\n")
     return lines.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every reproducer holds, beside its numbers: it calls a kernel, and shows got beside want.
+"""The code that is the same in every reproducer.
 
-The file is copied into reproducers as it is, so it imports nothing but torch and what Python has.
+It calls a kernel, and prints what the kernel returned next to what was expected. A reproducer adds
+only the numbers. This file is copied as it is, so it imports only torch and the standard library.
 """
 
 import importlib
@@ -23,13 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("dp", "cp", "tp")
 SHOWN = 5
-"""So many entries are shown of an output that is wrong."""
+"""How many entries of a wrong output are shown."""
 
 
 def load_kernel(location: str, name: str) -> Callable[..., Any]:
-    """Returns a function of (inputs, options, mesh).
+    """Returns the kernel, a function of (inputs, options, mesh).
 
-    It returns the loss, or an object with loss, logprobs, token_entropy and metrics.
+    The kernel returns the loss, or an object with loss, logprobs, token_entropy and metrics.
     """
     if not location.endswith(".py"):
         module = importlib.import_module(location)
@@ -51,15 +52,21 @@ def numbers(values: Any, shape: tuple[int, ...], dtype: str) -> Tensor:
 
 
 def call(kernel: Callable[..., Any], given: dict[str, Any], mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Calls the kernel on one rank, forward and backward. Returns what it gave, by name."""
-    inputs = _object({n: v.clone() if isinstance(v, Tensor) else v for n, v in given["inputs"].items()})
+    """Calls the kernel on one rank, forward and backward. Returns outputs and gradients by name."""
+    copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given["inputs"].items()}
+    inputs = _object(copies)
     leaves = {name: getattr(inputs, name).requires_grad_() for name in given["leaves"]}
     returned = kernel(inputs, _object(given["options"]), mesh)
     if isinstance(returned, Tensor):
         returned = _object({"loss": returned})
-    roots = [(getattr(returned, name, None), upstream) for name, upstream in given["upstream"].items()]
-    used = [(root, upstream.to(root.dtype)) for root, upstream in roots if root is not None]
-    torch.autograd.backward([root for root, _ in used], [upstream for _, upstream in used])
+    roots: list[Tensor] = []
+    upstream: list[Tensor] = []
+    for name, gradient in given["upstream"].items():
+        root = getattr(returned, name, None)
+        if root is not None:
+            roots.append(root)
+            upstream.append(gradient.to(root.dtype))
+    torch.autograd.backward(roots, upstream)
     got = {name: getattr(returned, name, None) for name in ("loss", "logprobs", "token_entropy")}
     got |= getattr(returned, "metrics", {})
     got |= {f"grad of {name}": leaf.grad for name, leaf in leaves.items()}
@@ -71,7 +78,7 @@ def _object(values: dict[str, Any]) -> Any:
 
 
 def run_rank(rank: int, folder: str, location: str, name: str, sizes: tuple[int, ...], calls: list[Any]) -> None:
-    """Makes all calls on one rank, and saves what the last one gave."""
+    """Makes all calls on one rank, and saves the outputs of the last call."""
     torch.set_num_threads(1)
     ranks = sizes[0] * sizes[1] * sizes[2]
     store = dist.FileStore(os.path.join(folder, "store"), ranks)
@@ -86,7 +93,8 @@ def run_rank(rank: int, folder: str, location: str, name: str, sizes: tuple[int,
 def whole_of(parts: list[Tensor], output: dict[str, Any]) -> Tensor:
     """Puts the parts of all ranks together, in float64.
 
-    ``places`` has the number of an entry of a rank's part for each entry of the whole; -1 is none.
+    For each rank and each entry of the whole, ``places`` has the number of the entry of the rank's
+    part; -1 if the rank has none.
     """
     if output["combine"] != "sum":
         return getattr(torch, "a" + output["combine"])(torch.stack([part.double() for part in parts]))
@@ -98,7 +106,7 @@ def whole_of(parts: list[Tensor], output: dict[str, Any]) -> Tensor:
 
 
 def show(got: Tensor, output: dict[str, Any]) -> bool:
-    """Prints what an output is beside what it should be. Returns whether the two are near."""
+    """Prints an output next to what was expected. Returns whether the two are near."""
     want, allowed = output["want"], output["allowed"]
     same = (got == want) | (got.isnan() & want.isnan())
     off = (got - want).abs().nan_to_num(nan=float("inf")).masked_fill(same, 0.0)
@@ -107,16 +115,18 @@ def show(got: Tensor, output: dict[str, Any]) -> bool:
     largest = float(off.max()) if off.numel() else 0.0
     right = largest <= allowed
     mark = "" if right else "  <-- wrong"
-    print(f"{output['name']}: off by at most {largest:.3g}, where rounding explains {allowed:.3g}{mark}")
-    for number in off.flatten().topk(min(SHOWN, off.numel())).indices.tolist() if not right else ():
+    print(f"{output['name']}: off by at most {largest:.3g}; rounding explains {allowed:.3g}{mark}")
+    if right:
+        return True
+    for number in off.flatten().topk(min(SHOWN, off.numel())).indices.tolist():
         if off.flatten()[number] > allowed:
             at = [int(one) for one in torch.unravel_index(torch.tensor(number), off.shape)] if off.dim() else ""
             print(f"  {at} got {float(got.flatten()[number]):.9g}, want {float(want.flatten()[number]):.9g}")
-    return right
+    return False
 
 
 def main(location: str, name: str, sizes: tuple[int, ...], calls: list[Any], outputs: list[dict[str, Any]]) -> int:
-    """Runs the ranks, each in a process of its own if there are several.
+    """Runs the ranks. If there are several, each has a process of its own.
 
     Returns 1 if an output is wrong or missing, else 0.
     """

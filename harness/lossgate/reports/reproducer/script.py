@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a reproducer: the numbers of a failure, and the code that calls the kernel with them."""
+"""Makes a reproducer from the numbers of a failure and the code that calls a kernel with them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -29,35 +29,37 @@ from lossgate.reports.reproducer import body
 from lossgate.specs.outputs import Output, metric_output
 
 _MOST = 200_000
-"""So many numbers a script may hold. A file with more is slow to read, for people and Python."""
+"""The most numbers in a script. A larger file is slow to read, for people and for Python."""
 _WIDTH = 120
 _ROOM = 4.0
-"""How many times the largest noise of right kernels an output of the script may be off."""
+"""An output may be off by so many times the largest noise of right kernels."""
 
 
-def script_of(
+def _script_of(
     candidate: Candidate, problem: Problem, earlier: Sequence[Problem], returned: Sequence[str], reasons: Sequence[str]
 ) -> str:
-    """Returns a script that calls a kernel as lossgate did, and shows got beside want.
+    """Returns a script that calls a kernel as lossgate did, and prints its outputs next to what was
+    expected.
 
     Args:
-        candidate: the kernel. The script imports it from where its source says.
-        problem: on which it disagrees.
-        earlier: problems that are run before, in the same process.
-        returned: the names of the outputs that were compared; empty if it failed before that.
-        reasons: what lossgate says of it, and of its cause.
+        candidate: the kernel. The script imports it from its source.
+        problem: the problem on which the kernel disagrees.
+        earlier: problems that run before it in the same process.
+        returned: the names of the outputs that were compared; empty if the kernel failed earlier.
+        reasons: what lossgate says of the failure and its cause.
 
     Raises:
         UsageError: if the script would hold too many numbers.
     """
     location, _, name = absolute_source(candidate.source).rpartition(":")
     calls, outputs = calls_of(candidate, [*earlier, problem]), outputs_of(candidate, problem, returned)
-    if (many := _numbers_in([calls, outputs])) > _MOST:
+    count = _numbers_in([calls, outputs])
+    if count > _MOST:
         raise UsageError(
-            f"the problem has {many:,} numbers, too many for a script (at most {_MOST:,}); use lossgate replay, or run "
-            "verify again: it makes failing problems smaller"
+            f"the problem has {count:,} numbers, too many for a script (at most {_MOST:,}); use lossgate replay, or "
+            "run verify again: it makes failing problems smaller"
         )
-    code = Path(body.__file__).read_text().partition('"""\n\n')[2]
+    _, _, code = Path(body.__file__).read_text().partition('"""\n\n')  # without its docstring
     said = "".join(f"#     {line}\n" for reason in reasons for line in reason.splitlines())
     return (
         f"# Calls the kernel {name!r} with the numbers on which lossgate found it wrong:\n#\n{said}#\n"
@@ -80,12 +82,12 @@ def write_script(failure: FailureFile, candidate: str | None, file: Path) -> Non
     """Writes the reproducer of a failure file.
 
     Args:
-        failure: what the file holds.
-        candidate: the one to take in place of the failure file's.
-        file: where to write. It must not be there yet.
+        failure: the content of the failure file.
+        candidate: the candidate to call instead of that of the failure file.
+        file: the path of the script. It must not exist yet.
 
     Raises:
-        UsageError: if the failure is not one of a plain call, the candidate cannot be read, or the
+        UsageError: if a plain call does not show the failure, the candidate cannot be read, or the
             file cannot be written.
     """
     if failure.pooled:
@@ -95,12 +97,14 @@ def write_script(failure: FailureFile, candidate: str | None, file: Path) -> Non
         )
     if failure.property != "agreement":
         raise UsageError(
-            f"this failure is of property {failure.property!r}, which calls the kernel in its own way, and a script "
+            f"this failure is of property {failure.property!r}, which calls the kernel in its own way, but a script "
             "calls it once; use lossgate replay, without --script"
         )
     (example,) = failure.examples
     reasons = [*failure.reasons, *failure.causes]
-    text = script_of(candidate_of(failure, candidate), example.problem, failure.earlier, [*example.statistics], reasons)
+    text = _script_of(
+        candidate_of(failure, candidate), example.problem, failure.earlier, [*example.statistics], reasons
+    )
     try:
         with file.open("x") as opened:
             opened.write(text)
@@ -120,17 +124,17 @@ class _Code(str):
 
 
 def calls_of(candidate: Candidate, problems: Sequence[Problem]) -> list[list[dict[str, Any]]]:
-    """Returns what each rank is given, by call and rank."""
+    """Returns what each rank is given, for each call and rank."""
     return [[_given(candidate, one, rank) for rank in range(one.layout.ranks)] for one in problems]
 
 
 def outputs_of(candidate: Candidate, problem: Problem, returned: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns what the script needs of each output: what it should be, and how parts make it.
+    """Returns what the script needs for each output: its expected value, and how parts make it.
 
     Args:
-        candidate: says how.
-        problem: the last of the calls.
-        returned: the names of the outputs that were compared, without gradients or with them.
+        candidate: the kernel, whose contract says how parts make the whole.
+        problem: the problem of the last call.
+        returned: the names of the outputs that were compared. Gradients are always included.
     """
     placed = PlacedProblem(BoundProblem(candidate.spec, problem), problem)
     known = [candidate.spec.output(name) for name in candidate.spec.outputs]
@@ -143,7 +147,7 @@ def outputs_of(candidate: Candidate, problem: Problem, returned: Sequence[str]) 
 
 
 def _given(candidate: Candidate, problem: Problem, rank: int) -> dict[str, Any]:
-    """Returns what a rank is given: inputs, options, and the upstream gradients of its outputs."""
+    """Returns what a rank is given: inputs, options, and upstream gradients of its outputs."""
     batch = PlacedProblem(BoundProblem(candidate.spec, problem), problem).batch
     return {
         "inputs": _attributes(local_inputs(candidate.spec, candidate.head, batch, rank, None, candidate.tokens)),
@@ -154,10 +158,11 @@ def _given(candidate: Candidate, problem: Problem, rank: int) -> dict[str, Any]:
 
 
 def _attributes(given: Any) -> dict[str, Any]:
-    """Returns the fields of a record and what its properties say, by name."""
-    own = {field.name: getattr(given, field.name) for field in fields(given)} if is_dataclass(given) else vars(given)
-    names = [name for name in dir(type(given)) if isinstance(getattr(type(given), name), property)]
-    return {**own, **{name: getattr(given, name) for name in names if not name.startswith("_")}}
+    """Returns the fields and the properties of a record, by name."""
+    kind = type(given)
+    names = [field.name for field in fields(given)] if is_dataclass(given) else list(vars(given))
+    names += [name for name in dir(kind) if isinstance(getattr(kind, name), property) and not name.startswith("_")]
+    return {name: getattr(given, name) for name in names}
 
 
 def _output(output: Output, candidate: Candidate, placed: PlacedProblem, oracle: Oracle) -> dict[str, Any]:
@@ -165,11 +170,13 @@ def _output(output: Output, candidate: Candidate, placed: PlacedProblem, oracle:
     unit = torch.finfo(TORCH_DTYPES[placed.problem.dtype] if output.kind == "gradient" else torch.float32).eps
     noise = oracle.deviations[output]
     places, factor = _places(candidate, placed, output)
+    placements = candidate.placements(output).values()
+    combine = next((placement for placement in placements if placement in ("min", "max")), "sum")
     return {
         "want": want,
         "places": places,
         "factor": factor,
-        "combine": next((p for p in candidate.placements(output).values() if p in ("min", "max")), "sum"),
+        "combine": combine,
         "counted": None if counted is None else counted.tolist(),
         "allowed": _ROOM * _largest(noise) + unit * _largest(want),
     }
@@ -181,9 +188,9 @@ def _largest(x: Tensor) -> float:
 
 
 def _places(candidate: Candidate, placed: PlacedProblem, output: Output) -> tuple[list[list[int]], float]:
-    """Returns which entry of each rank's part goes where in the whole, and its factor.
+    """Returns where the entries of each rank's part go in the whole, and the factor of parts.
 
-    It asks the code that puts parts together: with numbers that say where they come from.
+    To find them, it assembles parts in which each entry is its own number.
     """
     ranks = placed.partition.layout.ranks
     width = placed.problem.hidden
@@ -199,7 +206,8 @@ def _places(candidate: Candidate, placed: PlacedProblem, output: Output) -> tupl
         parts = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
         parts[rank] = parts[rank] + 1
         ones = put(parts)
-        factor = float(ones.max()) if ones.numel() and float(ones.max()) else factor
+        if ones.numel() and float(ones.max()):  # a rank may have no part
+            factor = float(ones.max())
         parts[rank] = torch.arange(1.0, parts[rank].numel() + 1, dtype=torch.float64).reshape(shapes[rank])
         places.append([round(one / factor) - 1 for one in put(parts).tolist()])
     return places, factor

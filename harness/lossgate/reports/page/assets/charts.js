@@ -22,7 +22,7 @@ function captions(names, notes, colours, width, y) {
   ];
 }
 
-// How often each statistic had which share of its limit.
+// Histograms of the shares of their limits that statistics had.
 function histogramChart(names, notes, histograms, perDecade) {
   const [low, high] = [-3.25, Math.max(1, ...histograms.map((h) => Math.ceil((h.first + h.counts.length) / perDecade)))];
   const bars = [];

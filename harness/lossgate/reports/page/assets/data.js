@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads the page's numbers. Texts, problems and runs are kept once, and named by their number.
-// What names the cells is read at once, and their details when the first cell is opened.
+// Reads the data of the page. Each text, problem and run is kept once, and cells have its number.
+// The names of cells are read at once, and their details when the first cell is opened.
 
 const index = JSON.parse(byId('index').textContent);
 const column = (name) => index.cells[name] || [];
@@ -16,7 +16,7 @@ function cellAt(i) {
   return Object.fromEntries(names.map((name) => [name, named(name, i)]));
 }
 
-// What names a cell in the page's address.
+// The name of a cell in the address of the page.
 const addressOf = (cell) => [cell.candidate, cell.property, cell.layout, cell.dtype, cell.where].join('|');
 
 // Reads a text that is compressed in the page.
@@ -28,7 +28,7 @@ async function unpack(id) {
   return new Response(plain).text();
 }
 
-// Reads once what a function reads.
+// Returns a function that calls another function once, and then repeats its result.
 function once(read) {
   let promise = null;
   return () => { promise = promise || read(); return promise; };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Opens a cell as a dialog. Escape closes it, and the focus returns to what opened it.
+// Opens a cell as a dialog. Escape closes it, and the focus returns to the element that opened it.
 
 const dialog = byId('cell');
 let opener = null;

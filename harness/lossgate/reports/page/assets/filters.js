@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Filters the cells. What is chosen stands in the page's address, so that a link shows the same.
+// Filters the cells. The address of the page has the choices, so that a link shows the same cells.
 
 const USUAL = 'simulated/cpu';
 const form = byId('filters');

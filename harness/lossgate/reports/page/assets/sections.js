@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sections that open with a cell. Each takes the cell's details, and returns null if they say nothing of it.
+// The sections of an opened cell. Each takes the details of the cell, and returns null if they have nothing for it.
 
 const PER_DECADE = 4;
 
@@ -29,7 +29,7 @@ function reasonsSection(cell) {
     kept.length ? [make('h3', { className: 'later' }, 'What keeps the gate closed'), points(kept)] : null);
 }
 
-// Whether reasons have numbers of the smallest problem, and not of those that were drawn at first.
+// Whether the reasons are about the smallest problem, instead of the problems that were drawn at first.
 function isOfSmallest({ reasons, failure, outputs }) {
   return Boolean(failure && outputs) && (reasons || []).some((reason) => failure[2].includes(reason));
 }

@@ -22,22 +22,23 @@ function detected(mde) {
   return `It would have detected an error of ${size} in the scale of any output.`;
 }
 
-// A time in UTC, or as it stands if it is none.
+// A time in UTC, or the text as it is if it is no time.
 function utc(time) {
   const date = new Date(time);
   return Number.isNaN(date.getTime()) ? time : date.toISOString().slice(0, 19).replace('T', ' ');
 }
 
-// The shortest names of times by which they differ, and the day that all of them have in common.
+// The shortest names that tell times apart, and the day if all times have the same.
 function momentNames(times) {
   const whole = times.map(utc);
-  const days = new Set(whole.map((time) => time.slice(0, 10)));
+  const days = [...new Set(whole.map((time) => time.slice(0, 10)))];
   const years = new Set(whole.map((time) => time.slice(0, 4)));
-  const day = days.size === 1 ? `${[...days][0]}, UTC` : '';
-  const from = day ? 11 : years.size === 1 ? 5 : 0;
-  const names = (day ? [16, 19] : [10, 16, 19]).map((to) => whole.map((time) => time.slice(day ? from : to === 10 ? 0 : from, to)));
-  const clear = names.find((all) => new Set(all).size === all.length);
-  return { names: clear || whole.map((_, i) => `run\u00a0${i + 1}`), day };
+  const isOneDay = days.length === 1;
+  const start = years.size === 1 ? 5 : 0;
+  const spans = isOneDay ? [[11, 16], [11, 19]] : [[0, 10], [start, 16], [start, 19]];
+  const choices = spans.map(([from, to]) => whole.map((time) => time.slice(from, to)));
+  const clear = choices.find((names) => new Set(names).size === names.length);
+  return { names: clear || whole.map((_, i) => `run\u00a0${i + 1}`), day: isOneDay ? `${days[0]}, UTC` : '' };
 }
 
 // How far a pooled scale is from 1, as a share of what rounding explains.
