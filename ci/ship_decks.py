@@ -34,7 +34,7 @@ def make(spec: str, head: str, dtype: str) -> None:
 
     from lossgate import candidate
     from lossgate.adequacy.choice import choice_of
-    from lossgate.adequacy.decks import deck_of
+    from lossgate.adequacy.deck import deck_of
 
     torch.set_num_threads(1)
     own = candidate(spec, head=head, dtypes=(dtype,), name="any")(lambda inputs, options, mesh: None)

@@ -18,7 +18,7 @@ import lossgate
 from kernel_bank.bugs import Bug, ignores
 from kernel_bank.spec_bugs import bugs_of
 from lossgate import ANY, Layout, Problem
-from lossgate.adequacy import decks
+from lossgate.adequacy import deck
 from lossgate.cases.case import Case
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.case_result import run_case
@@ -36,7 +36,7 @@ from lossgate.worlds import SimulatedWorld
 def _keep_all_decks() -> Iterator[None]:
     """Most tests here use a deck that another has used before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decks, "_KEPT", 32)
+        patch.setattr(deck, "_KEPT", 32)
         yield
 
 

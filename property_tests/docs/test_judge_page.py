@@ -14,8 +14,8 @@ from lossgate.cases import float_range, kinks, large
 from lossgate.engine import advice
 from lossgate.judge import ensemble, logit_stage, pooling, streamed
 from lossgate.judge.limits import ALIKE_FACTOR, BLOCK_FACTOR, FACTORS, scale_sigmas
-from lossgate.judge.power import PLANTED
 from lossgate.judge.statistics import NOISE, WORST
+from lossgate.judge.tolerance import PLANTED
 from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.round_every_operation import _BETWEEN, _FILLED, _NAMES
 from lossgate.numerics.torch_operations import SPELLED_OUT

@@ -18,8 +18,7 @@ from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.engine.survivors import Tried, tried_on
-from lossgate.judge.pooled_output import Pooled
-from lossgate.judge.pooling import LARGEST_MDE, sigmas
+from lossgate.judge.pooling import LARGEST_MDE, Pooled, sigmas
 from lossgate.losses import SPECS
 from lossgate.specs.outputs import LOSS, gradient_output, metric_output
 

@@ -8,9 +8,8 @@ from random import Random
 import pytest
 
 from lossgate import Candidate, Layout, Precision
-from lossgate.adequacy import decks
-from lossgate.adequacy.deck import KILLERS, SIZE, WANTED, Deck, deck_key
-from lossgate.adequacy.decks import deck_of
+from lossgate.adequacy import deck as decks
+from lossgate.adequacy.deck import KILLERS, SIZE, WANTED, Deck, deck_key, deck_of
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.entry_drawer import LEAST_CHANGE
 from lossgate.adequacy.kills import changes

@@ -21,8 +21,8 @@ from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import conclude, pooled_outputs
 from lossgate.evidence.reader import DamagedLine, GoodLine, Line, read_lines
+from lossgate.evidence.records import SCHEMA_FILE, json_schema
 from lossgate.evidence.redo import redo
-from lossgate.evidence.schema import SCHEMA_FILE, json_schema
 from lossgate.evidence.sealed import is_intact, seal
 from lossgate.evidence.writer import AppendedLines, EvidenceError, written
 from lossgate.judge.statistics import NOISE, SCALE

@@ -16,8 +16,7 @@ from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
-from lossgate.reports.describe import print_remarks
-from lossgate.reports.remarks import NOT_DISTINGUISHED, remark_lines
+from lossgate.reports.describe import NOT_DISTINGUISHED, print_remarks, remark_lines
 from lossgate.specs.option import Option
 
 EPSILON = "epsilon 0.0 and 1e-08"

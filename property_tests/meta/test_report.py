@@ -15,9 +15,8 @@ from lossgate.engine.cell_record import CellKey, CellRecord, KnownFailureRecord,
 from lossgate.evidence.gather import gather
 from lossgate.evidence.records import Matrix, Record
 from lossgate.evidence.sealed import seal
-from lossgate.reports.evidence_table import print_report
-from lossgate.reports.remarks import EXEMPT, NOT_DISTINGUISHED
-from lossgate.reports.troubles import troubles
+from lossgate.reports.describe import EXEMPT, NOT_DISTINGUISHED
+from lossgate.reports.evidence_table import print_report, troubles
 from property_tests.meta.command_line import Done, Lossgate, in_a_process
 from property_tests.meta.made_evidence import cell, disagreeing, inconclusive, output, whole_run, write
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lossgate import Candidate, Layout, UsageError, dense_candidates
-from lossgate.adequacy.decks import deck_of
+from lossgate.adequacy.deck import deck_of
 from lossgate.cases.case import Case
 from lossgate.cases.large import is_large
 from lossgate.cases.placement import splits_of

@@ -158,7 +158,7 @@ def test_an_import_that_names_no_room_is_found(source: str, name: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from lossgate.judge.power import plant",
+        "from lossgate.judge.tolerance import plant",
         "from lossgate import Layout, Precision",
         "import lossgate\nprint(lossgate.__version__)",
         "import torch\nfrom collections.abc import Mapping",

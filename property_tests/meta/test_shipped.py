@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from ci.ship_decks import declared, make
-from lossgate.adequacy import decks, store
+from lossgate.adequacy import deck, store
 
 ENTRIES = sorted(path for path in store.SHIPPED.iterdir() if path.name != store.CODE)
 FIRST = ("nll", "logits", "float32")
@@ -31,7 +31,7 @@ def test_each_entry_is_whole_and_of_its_key() -> None:
 def test_made_anew_it_is_the_same(given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(store.ANEW, "yes")
     monkeypatch.setenv(store.FOLDER, str(tmp_path))
-    monkeypatch.setattr(decks, "_DECKS", type(decks._DECKS)())
+    monkeypatch.setattr(deck, "_DECKS", type(deck._DECKS)())
     make(*given)
     made = [store.unpacked(path.read_bytes()) for path in tmp_path.iterdir()]
     assert made

@@ -14,7 +14,7 @@ import pytest
 
 from kernel_bank.bugs import BUGS
 from lossgate import UsageError, candidate
-from lossgate.adequacy.decks import deck_of
+from lossgate.adequacy.deck import deck_of
 from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.base.fork_server import _environment, _no_interrupts, worker_context
 from lossgate.declaration.loading import load_candidate, load_candidates

@@ -8,7 +8,7 @@ kills is known only when a candidate has run on it.
 A deck is the same in every process, whatever was asked before.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -32,6 +32,7 @@ from lossgate.losses import SPECS
 from lossgate.problems.partition import VocabSplit
 from lossgate.problems.problem import Problem
 from lossgate.specs.sharding_goals import SHARDING_GOALS, covered_sharding_goals, may_reach
+from lossgate.specs.spec import Spec
 
 SIZE = 48
 """Problems of a deck before any that are drawn on purpose."""
@@ -305,3 +306,26 @@ def deck_key(candidate: Candidate, dtype: str) -> str:
         declared += f" without {', '.join(candidate.exclusions)}"
     coarsest = candidate.coarsest(dtype)
     return f"{declared} {dtype}" + f", rounded to {coarsest}" * (coarsest != dtype)
+
+
+_KEPT = 4
+"""Decks that are kept: they hold tensors, and cells are verified deck by deck."""
+
+_DECKS: OrderedDict[tuple[Spec, str], Deck] = OrderedDict()
+"""By the spec itself, as two specs may have one name, and by all else that a deck depends on."""
+
+
+def deck_of(candidate: Candidate, dtype: str, seed: int) -> Deck:
+    """Returns the deck for a candidate. It is kept for a while, for others that declare the same.
+
+    Args:
+        candidate: whose declaration says which problems can be drawn.
+        dtype: of its inputs.
+        seed: another seed draws other problems.
+    """
+    key = candidate.spec, f"{deck_key(candidate, dtype)} {seed}"
+    deck = _DECKS.pop(key, None) or Deck(candidate, dtype, seed)
+    _DECKS[key] = deck
+    while len(_DECKS) > _KEPT:
+        _DECKS.popitem(last=False)
+    return deck

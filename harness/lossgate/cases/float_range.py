@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from lossgate.cases.kinks import tokens_of
 from lossgate.cases.reference import DenseRun
-from lossgate.numerics.dispatched import DispatchMode
 from lossgate.numerics.float_formats import TORCH_DTYPES
+from lossgate.numerics.torch_operations import DispatchMode
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
 from lossgate.specs.bound_spec import BoundSpec

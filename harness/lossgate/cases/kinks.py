@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.numerics.dispatched import DispatchMode, arguments_of, base_name
+from lossgate.numerics.torch_operations import DispatchMode, arguments_of, base_name
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams

@@ -25,7 +25,7 @@ def diff(before: Path, after: Path, /) -> int:
     from lossgate.evidence.differences import changes, read_side, surroundings
     from lossgate.reports.changed_cells import print_diff
     from lossgate.reports.console import make_console
-    from lossgate.reports.troubles import troubles
+    from lossgate.reports.evidence_table import troubles
 
     old, new = read_side(before), read_side(after)
     found = [(str(path), one) for path, side in ((before, old), (after, new)) for one in troubles(side.gathered)]

@@ -33,7 +33,7 @@ def report(
     """
     from lossgate.base.errors import UsageError
     from lossgate.evidence.gather import KeptRecords, gather
-    from lossgate.reports.troubles import troubles
+    from lossgate.reports.evidence_table import troubles
 
     if not files:
         raise UsageError("report: nothing named; expected files or folders that verify --evidence wrote")
@@ -76,8 +76,7 @@ def _print_cells(
     from lossgate.base.errors import UsageError
     from lossgate.reports.cell_story import print_story
     from lossgate.reports.console import make_console
-    from lossgate.reports.evidence_table import print_troubles
-    from lossgate.reports.troubles import listed
+    from lossgate.reports.evidence_table import listed, print_troubles
 
     if gathered.cells and not named:
         raise UsageError(
@@ -95,7 +94,7 @@ def exit_code(gathered: Gathered, cells: Iterable[CellKey], troubles: Sequence[s
 
     A line that contradicts its own numbers is no disagreement: it is no evidence.
     """
-    from lossgate.reports.troubles import trusted
+    from lossgate.reports.evidence_table import trusted
 
     newest = trusted(gathered)
     verdicts = {newest[key].verdict for key in cells if key in newest and not newest[key].expected}

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from math import ceil, isfinite
 
 from lossgate.engine.survivors import Tried
-from lossgate.judge.pooled_output import Pooled
-from lossgate.judge.pooling import LARGEST_MDE, sigmas
+from lossgate.judge.pooling import LARGEST_MDE, Pooled, sigmas
 
 _MOST = 2000
 """Problems beyond which nobody waits for a cell."""

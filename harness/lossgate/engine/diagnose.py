@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain, product
 
-from lossgate.adequacy.decks import deck_of
+from lossgate.adequacy.deck import deck_of
 from lossgate.adequacy.entry import Entry
 from lossgate.base.layout import MAX_RANKS, Layout
 from lossgate.cases.bound_problem import BoundProblem

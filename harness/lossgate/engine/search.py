@@ -12,8 +12,7 @@ from time import process_time
 from hypothesis.errors import Unsatisfiable
 
 from lossgate.adequacy.choice import choice_of, choice_on, declared
-from lossgate.adequacy.deck import WANTED
-from lossgate.adequacy.decks import deck_of
+from lossgate.adequacy.deck import WANTED, deck_of
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.known_mistakes import NOTHING_ASKED, MistakesShown
 from lossgate.adequacy.option_mutants import OptionMutant, not_distinguished

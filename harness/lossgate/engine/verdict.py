@@ -16,8 +16,7 @@ from lossgate.engine.failure_files import FrozenCase
 from lossgate.engine.own_mistakes import gaps_of
 from lossgate.engine.recorded import record_of
 from lossgate.judge.explain import explain_pooled
-from lossgate.judge.pooled_output import Pooled, pool
-from lossgate.judge.pooling import FEWEST, LARGEST_MDE
+from lossgate.judge.pooling import FEWEST, LARGEST_MDE, Pooled, pool
 
 _SHOWN = 4
 """Values of a choice that a line names one by one, and lines about known mistakes."""

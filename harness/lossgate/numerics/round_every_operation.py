@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only
 
-from lossgate.numerics.dispatched import DispatchMode
 from lossgate.numerics.float_formats import FLOAT32, FloatFormat, coarsest
 from lossgate.numerics.noise import Noise
-from lossgate.numerics.torch_operations import SPELLED_OUT, is_view, name_of, rounds, writes
+from lossgate.numerics.torch_operations import SPELLED_OUT, DispatchMode, is_view, name_of, rounds, writes
 
 _COMPARISONS = frozenset(["gt", "lt", "ge", "le", "eq", "ne"])
 

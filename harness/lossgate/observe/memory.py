@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from lossgate.numerics.dispatched import DispatchMode, base_name
+from lossgate.numerics.torch_operations import DispatchMode, base_name
 from lossgate.observe.traffic import Collective, brought
 
 Phase = Literal["forward", "backward"]

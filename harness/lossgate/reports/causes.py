@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from lossgate.base.layout import AXES, Layout
 from lossgate.base.spelling import counted
 from lossgate.engine.cell_record import CellRecord, Verdict
-from lossgate.reports.plain import printable, printable_lines
+from lossgate.reports.console import printable, printable_lines
 
 IN_COMMON = "Causes that several cells have in common:"
 

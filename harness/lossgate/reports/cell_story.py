@@ -12,9 +12,8 @@ from lossgate.base.spelling import counted
 from lossgate.engine.cell_record import CellRecord, PropertyRecord
 from lossgate.engine.output_record import OutputRecord
 from lossgate.evidence.summary import CellSummary
-from lossgate.reports.console import print_whole
+from lossgate.reports.console import print_whole, printable
 from lossgate.reports.describe import describe, escaped, marked, print_detail
-from lossgate.reports.plain import printable
 from lossgate.reports.resource_lines import resource_lines
 from lossgate.reports.run_lines import moment
 from lossgate.reports.shown_verdict import percent, share

@@ -2,18 +2,55 @@
 """Describes cells and replays, line by line."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from lossgate.base.spelling import counted
 from lossgate.engine.cell_record import CellRecord
 from lossgate.reports.causes import CausesSoFar, causes_in_common
-from lossgate.reports.console import make_console
-from lossgate.reports.plain import printable, printable_lines
-from lossgate.reports.remarks import EXCLUDED, EXEMPT, NOT_DISTINGUISHED, in_pairs, remark_lines
+from lossgate.reports.console import make_console, printable, printable_lines
 from lossgate.reports.shown_verdict import STYLES, ShownVerdict, share
+
+NOT_DISTINGUISHED = "Not distinguished: a kernel that takes one of these choices for another would have passed."
+EXEMPT = "Not held to these properties, as the candidates declare:"
+EXCLUDED = "Not verified, because the candidates declare that they are never given such problems:"
+_NAMED = 3
+"""The most candidates that are named."""
+
+
+def remark_lines(heading: str, cells: Iterable[tuple[str, tuple[str, ...]]]) -> list[str]:
+    """Returns a heading and a line for each remark; nothing if there are no remarks.
+
+    Args:
+        heading: the subject of the remarks.
+        cells: for each cell, the name of its candidate and the remarks on it.
+    """
+    found: dict[str, Counter[str]] = {}
+    for candidate, remarks in cells:
+        for remark in remarks:
+            found.setdefault(remark, Counter())[candidate] += 1
+    lines = [
+        f"  {remark}: {counted(count.total(), 'cell')} of {_names(list(count))}" for remark, count in found.items()
+    ]
+    return [heading, *lines] if lines else []
+
+
+def _names(candidates: list[str]) -> str:
+    left = len(candidates) - _NAMED
+    if left > 0:
+        return f"{', '.join(candidates[:_NAMED])} and {left} more"
+    *others, last = candidates
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def in_pairs(declared: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns each thing that a candidate declares, with the reason that it gives."""
+    return tuple(f"{what}: {why}" for what, why in declared.items())
+
 
 _REPLAY = "  replay: "
 _TO_COPY = re.compile(rf'{_REPLAY}| *File "')

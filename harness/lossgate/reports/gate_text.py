@@ -11,9 +11,9 @@ from rich.markup import escape
 from lossgate.base.spelling import counted
 from lossgate.gate.gate_verdict import Committed, GatedCell, GateReason, GateVerdict
 from lossgate.reports.causes import CausesSoFar
+from lossgate.reports.console import printable_lines
 from lossgate.reports.describe import escaped, print_detail, replay_line
 from lossgate.reports.gate_files.findings import GateFinding, GateFindings
-from lossgate.reports.plain import printable_lines
 
 _SHOWN = 3
 """How many cells of each reason are shown. All reasons fit on a screen, and files have the rest."""

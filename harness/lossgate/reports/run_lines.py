@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from lossgate.base.spelling import counted
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.records import EndRecord, RunRecord, parse_time
-from lossgate.reports.plain import printable
+from lossgate.reports.console import printable
 
 _SHOWN = 5
 """How many of the newest runs, files, commits and so on are shown one by one."""

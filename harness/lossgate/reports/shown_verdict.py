@@ -5,7 +5,7 @@ from math import inf
 from typing import NamedTuple
 
 from lossgate.engine.cell_record import CellRecord, Verdict
-from lossgate.reports.plain import printable
+from lossgate.reports.console import printable
 
 STYLES = {Verdict.AGREE: "green", Verdict.DISAGREE: "bold red", Verdict.INCONCLUSIVE: "yellow"}
 KNOWN_STYLE = "cyan"

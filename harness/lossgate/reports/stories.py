@@ -10,8 +10,8 @@ from rich.markup import escape
 from lossgate.base.spelling import counted
 from lossgate.engine.cell_record import CellRecord
 from lossgate.reports.causes import CausesSoFar
+from lossgate.reports.console import printable_lines
 from lossgate.reports.describe import describe, escaped, heading
-from lossgate.reports.plain import printable_lines
 from lossgate.reports.shown_verdict import ShownVerdict
 
 _DESCRIBED = 3

@@ -20,7 +20,7 @@ from lossgate.base.errors import UsageError
 from lossgate.base.layout import Layout
 from lossgate.base.spelling import counted
 from lossgate.engine.cell_record import CellRecord, Verdict
-from lossgate.reports.plain import printable
+from lossgate.reports.console import printable
 from lossgate.reports.shown_verdict import KNOWN_STYLE, STYLES, ShownVerdict, percent, share
 
 _MARK = " <--"

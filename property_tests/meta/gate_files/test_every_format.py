@@ -10,11 +10,11 @@ from time import process_time
 import pytest
 
 from lossgate.gate.gate_verdict import GateReason, GateVerdict
+from lossgate.reports.console import one_line, plain
 from lossgate.reports.gate_files.junit import junit_xml
 from lossgate.reports.gate_files.markdown import markdown
 from lossgate.reports.gate_files.sarif import sarif
 from lossgate.reports.gate_files.statement import statement
-from lossgate.reports.plain import one_line, plain
 from property_tests.meta.gate_files.verdicts import (
     POLICY,
     SOURCE,

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from lossgate.engine.cell_record import CellKey
 from lossgate.gate.gate_verdict import Blocker, Committed, GatedCell, GateReason, GateVerdict
+from lossgate.reports.describe import EXCLUDED, EXEMPT, NOT_DISTINGUISHED
 from lossgate.reports.gate_text import print_gate
-from lossgate.reports.remarks import EXCLUDED, EXEMPT, NOT_DISTINGUISHED
 from property_tests.meta.gate_files import verdicts
 from property_tests.meta.gate_files.verdicts import HOSTILE, agreeing, blocked, key, summary, verdict
 

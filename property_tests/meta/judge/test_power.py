@@ -8,7 +8,7 @@ from torch import Tensor
 from kernel_bank.cross_entropy import STYLES, make
 from lossgate import Problem
 from lossgate.dense_candidates import dense_candidate
-from lossgate.judge import power, tolerance
+from lossgate.judge import tolerance
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.statistics import SCALE, Blocks
 from lossgate.losses import SPECS
@@ -48,8 +48,8 @@ def test_planted_errors_are_what_they_are_called() -> None:
     k = torch.arange(12.0, dtype=torch.float64).view(4, 3) + 1
     rows = Blocks("token", 0, torch.arange(4), 4)
     tiles = Blocks("vocab tile", 1, torch.tensor([0, 0, 1]), 2)
-    planted = {name: error.put(k, slice(None)) for name, error in power.plant(k, [rows, tiles]).items()}
-    assert set(planted) == set(power.PLANTED)
+    planted = {name: error.put(k, slice(None)) for name, error in tolerance.plant(k, [rows, tiles]).items()}
+    assert set(planted) == set(tolerance.PLANTED)
     assert torch.equal(planted["x1.01"], 1.01 * k)
     assert torch.equal(planted["x0.99"], 0.99 * k)
     assert not planted["zero"].any()
@@ -59,14 +59,15 @@ def test_planted_errors_are_what_they_are_called() -> None:
 
 def test_a_judge_that_is_blind_says_so(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a limit were too wide for what it claims, the planted errors would show it."""
-    assert power.blind_spots({"x1.01": 0.01}, {"x1.01": False}, 0.0, 0.004) == ("x1.01",)
-    assert power.blind_spots({"x1.01": 0.01}, {"x1.01": True}, 0.0, 0.004) == ()
-    assert power.blind_spots({"x1.01": 0.01}, {"x1.01": False}, 0.0, 0.02) == ()
-    monkeypatch.setattr(
-        tolerance,
-        "blind_spots",
-        lambda scales, rejected, scale, limit: power.blind_spots(scales, dict.fromkeys(rejected, False), scale, limit),
-    )
+    assert tolerance.blind_spots({"x1.01": 0.01}, {"x1.01": False}, 0.0, 0.004) == ("x1.01",)
+    assert tolerance.blind_spots({"x1.01": 0.01}, {"x1.01": True}, 0.0, 0.004) == ()
+    assert tolerance.blind_spots({"x1.01": 0.01}, {"x1.01": False}, 0.0, 0.02) == ()
+    right = tolerance.blind_spots
+
+    def blind(scales: dict[str, float], rejected: dict[str, bool], scale: float, limit: float) -> tuple[str, ...]:
+        return right(scales, dict.fromkeys(rejected, False), scale, limit)
+
+    monkeypatch.setattr(tolerance, "blind_spots", blind)
     result = run(make(STYLES["bfloat16"][0]), make_problem("bfloat16"), make_world("single"))
     assert any(comparison.blind for comparison in result.comparisons)
 

@@ -16,9 +16,17 @@ from lossgate.gate.cells import CellJudge, Need
 from lossgate.gate.gate_verdict import GatedCell, GateReason
 from lossgate.gate.policy import Policy
 from lossgate.gate.rules import EvidenceRules
-from lossgate.reports.page.details import LONGEST_TREND, Details, records_of_trend
+from lossgate.reports.page.details import (
+    BINS_PER_DECADE,
+    HIGHEST,
+    LONGEST_TREND,
+    LOWEST,
+    Details,
+    Histogram,
+    histograms_of,
+    records_of_trend,
+)
 from lossgate.reports.page.entries import Page, entries_of
-from lossgate.reports.page.histograms import BINS_PER_DECADE, HIGHEST, LOWEST, Histogram, histograms_of
 from property_tests.meta.page.made import DIGEST, RUN, blocker, failure, gate, gated, known, page, record
 
 

@@ -6,8 +6,7 @@ from msgspec.structs import replace
 
 from lossgate.engine.cell_record import CellRecord
 from lossgate.gate.gate_verdict import GatedCell, GateReason
-from lossgate.reports.page.cell_rows import matrix_of
-from lossgate.reports.page.entries import Page, State, count_states, entries_of
+from lossgate.reports.page.entries import Page, State, count_states, entries_of, matrix_of
 from lossgate.reports.page.headline import detects, headline, origin_of, problems_of
 from property_tests.meta.page.made import DIGEST, RUN, blocker, gate, gated, key, known, page, record
 

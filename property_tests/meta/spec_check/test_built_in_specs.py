@@ -8,8 +8,8 @@ import pytest
 
 from lossgate.losses import SPECS
 from lossgate.spec_check.check import CHECKS, check_spec
-from lossgate.spec_check.judged import judged, on_ranks
 from lossgate.spec_check.subject import Subject, ordinary_problems
+from lossgate.spec_check.trial_run import judged, on_ranks
 
 EACH_SPEC = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in sorted(SPECS)]

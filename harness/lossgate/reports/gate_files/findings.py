@@ -9,7 +9,7 @@ from functools import cached_property
 from lossgate.base.spelling import counted
 from lossgate.engine.cell_record import CellKey
 from lossgate.gate.gate_verdict import Blocker, GatedCell, GateReason, GateVerdict
-from lossgate.reports.remarks import EXCLUDED, EXEMPT, NOT_DISTINGUISHED, in_pairs, remark_lines
+from lossgate.reports.describe import EXCLUDED, EXEMPT, NOT_DISTINGUISHED, in_pairs, remark_lines
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from xml.etree import ElementTree as ET
 
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.gate_verdict import GatedCell, GateReason, GateVerdict
+from lossgate.reports.console import one_line, plain
+from lossgate.reports.describe import in_pairs
 from lossgate.reports.gate_files.findings import GateFinding, GateFindings, of_cell, short_name
-from lossgate.reports.plain import one_line, plain
-from lossgate.reports.remarks import in_pairs
 from lossgate.reports.resource_lines import resource_lines
 
 _GATE = "lossgate.gate"

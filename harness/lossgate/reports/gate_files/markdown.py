@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
 from lossgate.gate.gate_verdict import Digested, GatedCell, GateVerdict
+from lossgate.reports.console import one_line
 from lossgate.reports.gate_files.findings import GateFinding, GateFindings, short_name
-from lossgate.reports.plain import one_line
 from lossgate.reports.resource_lines import nearest_to_budgets
 
 MARKER = "<!-- lossgate gate -->"

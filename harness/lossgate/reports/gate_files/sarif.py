@@ -17,9 +17,9 @@ import msgspec
 from lossgate import __version__
 from lossgate.engine.cell_record import CellKey
 from lossgate.gate.gate_verdict import Digested, GatedCell, GateReason, GateVerdict
+from lossgate.reports.console import one_line, plain
 from lossgate.reports.gate_files.findings import GateFinding, GateFindings
 from lossgate.reports.gate_files.source_places import SourcePlaces
-from lossgate.reports.plain import one_line, plain
 from lossgate.reports.resource_lines import resource_lines
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

@@ -12,7 +12,7 @@ from typing import Any
 
 from lossgate.base.errors import UsageError
 from lossgate.gate.gate_verdict import Digested, GateVerdict
-from lossgate.reports.plain import plain
+from lossgate.reports.console import plain
 
 _STATEMENT = "https://in-toto.io/Statement/v1"
 _TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from lossgate.engine.cell_record import CellKey
 from lossgate.evidence.records import RunRecord
 from lossgate.gate.gate_verdict import Blocker, GateCode, GateReason, GateVerdict
+from lossgate.reports.evidence_table import listed
 from lossgate.reports.page.entries import Entry, Page, State
 from lossgate.reports.shown_verdict import NOTHING, percent
-from lossgate.reports.troubles import listed
 
 UNKNOWN = "\N{EN DASH}"
 """Shown in place of the minimum detectable effect if a cell disagrees or was never compared."""

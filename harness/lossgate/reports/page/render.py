@@ -16,9 +16,8 @@ from zlib import compress
 import msgspec
 
 from lossgate.base.errors import UsageError
-from lossgate.reports.page.cell_rows import matrix_of
 from lossgate.reports.page.details import Details, Kept
-from lossgate.reports.page.entries import PLURALS, SYMBOLS, Entry, Page, count_states, entries_of
+from lossgate.reports.page.entries import PLURALS, SYMBOLS, Entry, Page, count_states, entries_of, matrix_of
 from lossgate.reports.page.headline import UNKNOWN, detects, headline, origin_of, problems_of
 from lossgate.reports.shown_verdict import NOTHING
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from lossgate.numerics.dispatched import unobserved
+from lossgate.numerics.torch_operations import unobserved
 from lossgate.worlds.base import CollectiveMisuse
 from lossgate.worlds.simulated.collectives import Call, Complete, show
 from lossgate.worlds.simulated.rendezvous import Rendezvous

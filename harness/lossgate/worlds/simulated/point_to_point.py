@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lossgate.numerics.dispatched import unobserved
+from lossgate.numerics.torch_operations import unobserved
 from lossgate.worlds.base import CollectiveMismatch, CollectiveMisuse
 from lossgate.worlds.simulated.collectives import show
 from lossgate.worlds.simulated.communicator import Communicator, Logged, Mailbox, Route

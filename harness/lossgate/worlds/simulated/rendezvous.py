@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lossgate.numerics.dispatched import unobserved
+from lossgate.numerics.torch_operations import unobserved
 from lossgate.worlds.base import CollectiveMismatch
 from lossgate.worlds.simulated.collectives import Call, Complete
 from lossgate.worlds.simulated.communicator import Communicator, Logged
