@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """lossgate judges whether an LLM post-training loss kernel computes the loss it claims to.
 
-Declare a kernel with ``candidate``, then run ``lossgate verify FILE`` or, in a pytest file, ``test
-= lossgate.suite(kernel)``.
+Declare a kernel with ``candidate``. Then run ``lossgate verify FILE``, or write ``test_kernel =
+lossgate.suite(kernel)`` in a pytest file.
 
-Public names are imported when they are used, because pytest loads this package's plugin in every
+Public names are imported when they are first used. pytest loads the plugin of this package in every
 project, and importing torch takes seconds.
 """
 

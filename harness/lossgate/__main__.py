@@ -4,7 +4,8 @@
 import sys
 
 if not sys.flags.safe_path:
-    sys.path.append(sys.path.pop(0))  # the working folder: a candidate file torch.py there is not torch
+    # The working folder comes last, so that a user's file torch.py does not hide torch.
+    sys.path.append(sys.path.pop(0))
 
 from lossgate.cli import main
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A correct candidate for every spec at every head: dense float32 torch, which gathers whatever is
-sharded.
+"""A right candidate for every spec at every head, in dense float32 torch.
 
-Logits are gathered over tp and values per token over cp. Then every rank of a dp group computes the
-loss of all of its sequences.
+It gathers everything that is sharded: logits over tp, and values per token over cp. Then every rank
+computes the loss of all sequences of its dp rank.
 
     lossgate verify lossgate.dense_candidates:dense_dpo_logprobs --layout cp=2
 """
@@ -32,9 +31,10 @@ from lossgate.specs.token_values import TokenValues
 
 
 class _Gather(torch.autograd.Function):
-    """Lays the parts of a group end to end.
+    """Concatenates the parts of all ranks of a group.
 
-    Every rank computes the same of the whole, and takes its own part of the gradient.
+    Every rank computes the same result from the whole, so backward only cuts out the rank's part of
+    the gradient.
     """
 
     @staticmethod
@@ -58,7 +58,11 @@ def gather(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def zigzag_order(starts: list[int], cp: int) -> Tensor:
-    """Returns where the tokens of all cp ranks, rank after rank, belong in the padded pack."""
+    """Returns the positions in the padded pack of the tokens of all cp ranks, rank after rank.
+
+    Each sequence is cut into 2 cp pieces. Rank r holds piece r from the front and piece r from the
+    back.
+    """
     if cp == 1:
         return torch.arange(starts[-1])
     order: list[int] = []
@@ -71,16 +75,17 @@ def zigzag_order(starts: list[int], cp: int) -> Tensor:
 
 
 def whole_pack(part: Tensor, inputs: Any, mesh: DeviceMesh) -> Tensor:
-    """Returns a tensor per token of this dp rank's whole padded pack."""
+    """Gathers a tensor per token over cp, in the order of the dp rank's padded pack."""
     order = zigzag_order(inputs.cu_seqlens_padded.tolist(), mesh["cp"].size())
     return gather(part, 0, mesh.get_group("cp"))[order.argsort()]
 
 
 def _kept(inputs: Any, mesh: DeviceMesh) -> Tensor:
-    """Returns ``[padded tokens]`` bool: what a reference gets of this dp rank's padded pack.
+    """Returns ``[padded tokens]`` bool: the tokens of the dp rank's padded pack that a reference
+    gets.
 
-    That is all but padding. Padding that the mask trains stays: a kernel obeys the mask, so a
-    wrong one must show.
+    Padding is left out, except for padding that the mask trains. A kernel must obey the mask, so a
+    wrong mask must show.
     """
     kept = whole_pack(inputs.mask, inputs, mesh).clone()
     for start, length in zip(inputs.cu_seqlens_padded[:-1].tolist(), inputs.lengths.tolist(), strict=True):
@@ -89,7 +94,7 @@ def _kept(inputs: Any, mesh: DeviceMesh) -> Tensor:
 
 
 def _whole_vocab(part: Tensor, dims: Dims, inputs: Any, mesh: DeviceMesh) -> Tensor:
-    """Returns a tensor with the whole vocabulary, without padding rows."""
+    """Gathers a tensor over the vocabulary, without padding rows."""
     at = dims.index("vocab")
     return gather(part.narrow(at, 0, inputs.vocab_end - inputs.vocab_start), at, mesh.get_group("tp"))
 
@@ -97,7 +102,8 @@ def _whole_vocab(part: Tensor, dims: Dims, inputs: Any, mesh: DeviceMesh) -> Ten
 def local_values(bound: BoundSpec, head: str, inputs: Any, mesh: DeviceMesh) -> TokenValues:
     """Runs the stages before the loss on this rank's tokens."""
     start = HEADS[head]
-    leaves = {name: leaf.float() for name in start.leaves if (leaf := getattr(inputs, name)) is not None}
+    given = {name: getattr(inputs, name) for name in start.leaves}
+    leaves = {name: leaf.float() for name, leaf in given.items() if leaf is not None}
     if not start.has_logits:
         return bound.token_values(head, leaves, {})
     part = start.logits(leaves)[:, : inputs.vocab_end - inputs.vocab_start]
@@ -106,7 +112,7 @@ def local_values(bound: BoundSpec, head: str, inputs: Any, mesh: DeviceMesh) -> 
 
 
 def dense_kernel(spec: str | Spec, head: str) -> Kernel:
-    """Returns a dense kernel of a spec, or of the one with a name, at a head."""
+    """Returns a dense kernel of a spec at a head. The spec may be given by name."""
     found = find_spec(spec) if isinstance(spec, str) else spec
 
     def kernel(inputs: Any, options: Any, mesh: DeviceMesh) -> Outputs:
@@ -117,13 +123,16 @@ def dense_kernel(spec: str | Spec, head: str) -> Kernel:
 
 
 def _computed(spec: Spec, head: str, inputs: Any, options: Any, mesh: DeviceMesh) -> Outputs:
+    """Gathers the batch of the dp rank without padding, and computes the outputs on it."""
     batch = dict(vars(inputs))
-    added = [name for name, dims in spec.fields.items() if dims[:1] == ("token",)]
-    batch |= {n: _whole_vocab(batch[n], dims, inputs, mesh) for n, dims in spec.fields.items() if "vocab" in dims}
+    for name, dims in spec.fields.items():
+        if "vocab" in dims:
+            batch[name] = _whole_vocab(batch[name], dims, inputs, mesh)
     kept = _kept(inputs, mesh)
-    of_tokens = ("labels", "mask", "input_ids", "sequence", *added)
-    batch |= {name: whole_pack(batch[name], inputs, mesh)[kept] for name in of_tokens}
-    batch["labels"] = batch["labels"].clamp(min=0)  # -100 where the mask is false is no index
+    fields_of_tokens = [name for name, dims in spec.fields.items() if dims[:1] == ("token",)]
+    for name in ("labels", "mask", "input_ids", "sequence", *fields_of_tokens):
+        batch[name] = whole_pack(batch[name], inputs, mesh)[kept]
+    batch["labels"] = batch["labels"].clamp(min=0)  # where the mask is false, a label may be -100, which is no index
     starts = pad(kept.cumsum(0), (1, 0))[inputs.cu_seqlens_padded].to(torch.int32)
     batch |= {"cu_seqlens": starts, "cu_seqlens_padded": starts}
     bound = spec.bind_options(options)
@@ -154,7 +163,7 @@ _GRADIENTS: Mapping[str, Mapping[str, Placements]] = {
 
 @cache
 def dense_candidate(spec: Spec, head: str) -> Candidate:
-    """Returns the candidate of a spec at a head, on every axis and with every option."""
+    """Returns the dense candidate of a spec at a head, with every axis and every option."""
     supported = [name for name in spec.supported_options if name not in COMMON_OPTIONS or HEADS[head].has_logits]
     gradients = _GRADIENTS.get(head, {})
     declare = candidate(
@@ -176,4 +185,4 @@ def dense_candidate(spec: Spec, head: str) -> Candidate:
 globals().update(
     {f"dense_{name}_{head}": dense_candidate(spec, head) for name, spec in SPECS.items() for head in spec.inputs}
 )
-"""One for each, so that ``lossgate verify lossgate.dense_candidates`` finds them."""
+"""A name for each candidate, so that ``lossgate verify lossgate.dense_candidates`` finds them."""

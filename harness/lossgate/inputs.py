@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel is given on each rank: a class for each spec and head, such as ``NllHidden``.
+"""The inputs of a kernel on each rank: a class for each spec and head, such as ``NllHidden``.
 
 For example::
 
     def my_kernel(inputs: lossgate.inputs.NllHidden, options: NllOptions, mesh: DeviceMesh): ...
 
-``inputs.pyi`` beside this file holds the same for editors and type checkers. It is written from the
-specs: ``python -m lossgate.reports.spec_files``.
+``inputs.pyi`` holds the same classes for editors and type checkers. The command ``python -m
+lossgate.reports.spec_files`` writes it from the specs.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of each spec, as a kernel is given them, such as ``NllOptions``.
+"""The options that a kernel is given: a class for each spec, such as ``NllOptions``.
 
-``options.pyi`` beside this file holds the same for editors and type checkers. It is written from
-the specs: ``python -m lossgate.reports.spec_files``.
+``options.pyi`` holds the same classes for editors and type checkers. The command ``python -m
+lossgate.reports.spec_files`` writes it from the specs.
 """
 
 from typing import Any

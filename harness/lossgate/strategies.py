@@ -13,9 +13,10 @@ For example::
         loss = my_loss(inputs.hidden, inputs.weight, inputs.labels, inputs.mask)
         ...
 
-``problems`` draws whole problems of a spec, as ``lossgate verify`` does. The others draw its parts.
-What bugs sit at is drawn on purpose: sizes of 1, primes, powers of two and their neighbours, empty
-sequences, labels at the edges of shards. All shrink to small and plain values.
+``problems`` draws whole problems of a spec, like ``lossgate verify``. The other strategies draw
+parts of a problem. All draw often what bugs depend on: sizes of 1, primes, powers of two and their
+neighbours, empty sequences, and labels at the edges of shards. All shrink to small and plain
+values.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -76,23 +77,23 @@ def problems(
     supports: Mapping[str, Any] | Any = None,
     tiles: Mapping[str, int | tuple[int, ...]] | None = None,
 ) -> SearchStrategy[DrawnProblem]:
-    """Draws problems of a spec, or those that a candidate says it can solve.
+    """Draws problems of a spec, or the problems that a candidate declares it can take.
 
     Args:
-        of: a spec, by name or as the object; or a candidate, whose declaration is followed.
-        head: where the kernel starts: "hidden", "logits", ... A spec needs it.
-        dtype: of the differentiable inputs; by default the candidate's first, or float32.
+        of: a spec, by name or as the object, or a candidate.
+        head: where the kernel starts: "hidden", "logits", ... It is needed if ``of`` is a spec.
+        dtype: the dtype of the differentiable inputs; by default the candidate's first, or float32.
         layout: the ranks: "tp=2,cp=2", a ``Layout``, or a strategy such as ``layouts()``.
-        supports: as for ``lossgate.candidate``: which values each option may have. Options that are
-            not named keep their default. ``lossgate.ANY`` draws every value of every option.
-        tiles: as for ``lossgate.candidate``: sizes at which the kernel's loops turn.
+        supports: the values that each option may have, as for ``lossgate.candidate``. Options that
+            are not named keep their default. ``lossgate.ANY`` draws every value of every option.
+        tiles: the tile sizes of the kernel's loops, as for ``lossgate.candidate``.
 
     Returns:
         A strategy of ``DrawnProblem``: ``inputs`` of each rank, ``options``, ``upstream``
         gradients, the ``reference``, and ``check`` for a candidate.
 
     Raises:
-        UsageError: if an argument is wrong, or a candidate's own declaration says it.
+        UsageError: if an argument is wrong, or if a candidate declares it already.
     """
     if isinstance(of, Candidate):
         for name, value in (("head", head), ("supports", supports), ("tiles", tiles)):
@@ -107,11 +108,11 @@ def problems(
 
 
 def layouts(ranks: int = 4, axes: Sequence[str] = AXES) -> SearchStrategy[Layout]:
-    """Draws layouts of at most so many ranks.
+    """Draws layouts.
 
     Args:
-        ranks: the most ranks.
-        axes: which of dp, cp and tp may be split.
+        ranks: the most ranks of a layout.
+        axes: the axes that may be split, of dp, cp and tp.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"layouts(ranks={ranks!r}): expected a number from 1 to {MAX_RANKS}")
@@ -125,17 +126,24 @@ def lengths(
     """Draws the lengths of packed sequences. Some are empty.
 
     Args:
-        tokens: the sum of all lengths; by default drawn, 1 to 67.
+        tokens: the sum of all lengths; by default drawn from 1 to 67.
         sequences: the most sequences.
-        group_size: the sequences come in groups of so many, such as 2 for preference pairs. Empty
-            ones fill the last group, beyond ``sequences`` if need be.
+        group_size: the number of sequences in a group, such as 2 for preference pairs. Empty
+            sequences fill the last group, beyond ``sequences`` if need be.
     """
     _check_positive("lengths", sequences=sequences, group_size=group_size)
-    if not isinstance(tokens, SearchStrategy) and tokens is not None:
+    if isinstance(tokens, SearchStrategy):
+        total = tokens
+    elif tokens is None:
+        total = st.sampled_from(drawn.TOKENS)
+    else:
         _check_positive("lengths", tokens=tokens)
-    total = st.sampled_from(drawn.TOKENS) if tokens is None else tokens
-    total = total if isinstance(total, SearchStrategy) else st.just(total)
-    return total.flatmap(lambda n: drawn.lengths(n, sequences)).map(lambda cut: cut + (0,) * (-len(cut) % group_size))
+        total = st.just(tokens)
+
+    def with_full_groups(cut: tuple[int, ...]) -> tuple[int, ...]:
+        return cut + (0,) * (-len(cut) % group_size)
+
+    return total.flatmap(lambda n: drawn.lengths(n, sequences)).map(with_full_groups)
 
 
 def packs(
@@ -145,7 +153,7 @@ def packs(
 
     Args:
         tokens, sequences, group_size: as for ``lengths``.
-        cp: the context-parallel ranks that share each sequence.
+        cp: the number of context-parallel ranks that share each sequence.
     """
     _check_positive("packs", cp=cp)
     cut = lengths(tokens, sequences=sequences, group_size=group_size)
@@ -153,14 +161,14 @@ def packs(
 
 
 def masks(lengths: Sequence[int], patterns: Iterable[MaskPattern] = tuple(MASK_PATTERNS)) -> SearchStrategy[Tensor]:
-    """Draws loss masks ``[sum(lengths)]`` bool, of sequences end to end without padding.
+    """Draws loss masks ``[sum(lengths)]`` bool, for sequences end to end without padding.
 
-    The last token of a sequence is never trained: it has no next token.
+    The last token of a sequence is never trained, because it has no next token.
 
     Args:
-        lengths: tokens of each sequence.
-        patterns: what is drawn for each sequence: "all", "none", "response" (its tail), "holes"
-            (tokens at random).
+        lengths: the number of tokens of each sequence.
+        patterns: the patterns that a sequence may have: "all", "none", "response" (its tail),
+            "holes" (tokens at random).
     """
     own, allowed = _checked_lengths("masks", lengths), tuple(patterns)
     for pattern in allowed:
@@ -173,21 +181,22 @@ def masks(lengths: Sequence[int], patterns: Iterable[MaskPattern] = tuple(MASK_P
 
 
 def labels(lengths: Sequence[int], vocab: int) -> SearchStrategy[Tensor]:
-    """Draws labels ``[sum(lengths)]`` int64, of sequences end to end without padding.
+    """Draws labels ``[sum(lengths)]`` int64, for sequences end to end without padding.
 
-    Some are the first or last row of a shard of the vocabulary. The label of a sequence's last
-    token is the next sequence's first id, as a roll gives it: the mask must keep it out.
+    Some labels are the first or last row of a shard of the vocabulary. The label of a sequence's
+    last token is the first id of the next sequence, like the result of ``roll``. The mask must keep
+    it out.
 
     Args:
-        lengths: tokens of each sequence.
-        vocab: rows of the vocabulary.
+        lengths: the number of tokens of each sequence.
+        vocab: the number of rows of the vocabulary.
     """
     own = _checked_lengths("labels", lengths)
     _check_positive("labels", vocab=vocab)
 
     def made(forced: tuple[tuple[int, int], ...], seed: int) -> Tensor:
         problem = Problem(
-            spec="",  # tokens are drawn before any loss is asked for its fields
+            spec="",  # tokens do not depend on the loss
             head="logprobs",
             dtype="float32",
             lengths=own,
@@ -208,12 +217,12 @@ def temperatures() -> SearchStrategy[float]:
 
 
 def options(of: str | Spec | Candidate, *, supports: Mapping[str, Any] | Any = ANY) -> SearchStrategy[Any]:
-    """Draws the options of a spec, which are valid together, as the object that a kernel gets.
+    """Draws options of a spec that are valid together, as the object that a kernel gets.
 
     Args:
-        of: a spec, by name or as the object; or a candidate, for those that it supports.
-        supports: as for ``lossgate.candidate``: which values each option may have. By default every
-            value of every option.
+        of: a spec, by name or as the object; or a candidate, for the options that it supports.
+        supports: the values that each option may have, as for ``lossgate.candidate``. By default
+            every value of every option.
     """
     if isinstance(of, Candidate):
         if supports is not ANY:
@@ -231,37 +240,42 @@ def _problems(draw: DrawFn, able: Candidate, dtype: str, layouts: SearchStrategy
     _check_split(layout, able)
     problem = draw(drawn.problems(able, dtype))
     placements = [Placement(layout, split, idle=takes_idle_ranks(able)) for split in splits_of(able)]
-    if [one.vocab_split for one in placements] == ["even"]:  # the vocabulary is made larger
-        placements = [one for one in placements if one.fills(problem)] or reject()
+    only_even = [one.vocab_split for one in placements] == ["even"]
+    if only_even:  # the vocabulary is made larger, so that it can be split evenly
+        possible = [one for one in placements if one.fills(problem)]
     else:
-        placements = [one for one in placements if one.fits(problem)] or reject()
-    placement = replace(
-        draw(st.sampled_from(placements if layout.tp > 1 else placements[:1])),
-        pad_to_multiple=draw(st.sampled_from(_PADDING)),
-        reduction_order=draw(st.sampled_from(get_args(ReductionOrder))) if layout.ranks > 1 else "rank",
-    )
+        possible = [one for one in placements if one.fits(problem)]
+    if not possible:
+        reject()
+    placement = draw(st.sampled_from(possible if layout.tp > 1 else possible[:1]))
+    padding = draw(st.sampled_from(_PADDING))
+    order = draw(st.sampled_from(get_args(ReductionOrder))) if layout.ranks > 1 else "rank"
+    placement = replace(placement, pad_to_multiple=padding, reduction_order=order)
     return DrawnProblem(placement.put(problem), able.spec)
 
 
 @st.composite
 def _split(draw: DrawFn, ranks: int, axes: tuple[Axis, ...]) -> Layout:
-    """Draws the sizes one by one, so that each shrinks to 1; the axis that comes first varies."""
+    """Draws a layout of at most ``ranks`` ranks."""
     sizes: dict[Axis, int] = {}
+    # The sizes are drawn one by one, so that each shrinks to 1. Early axes may be larger, so the
+    # order varies.
     for axis in draw(st.permutations(axes)):
         sizes[axis] = draw(st.integers(1, ranks // prod(sizes.values())))
     return Layout(**sizes)
 
 
-def _layouts_of(layout: Any, able: Candidate) -> SearchStrategy[Layout]:
-    if isinstance(layout, SearchStrategy):
-        return layout
-    one = Layout.parse(layout) if isinstance(layout, str) else layout
-    if not isinstance(one, Layout):
+def _layouts_of(given: Any, able: Candidate) -> SearchStrategy[Layout]:
+    """Returns the strategy that the argument ``layout`` of ``problems`` stands for."""
+    if isinstance(given, SearchStrategy):
+        return given
+    layout = Layout.parse(given) if isinstance(given, str) else given
+    if not isinstance(layout, Layout):
         raise UsageError(
-            f"problems(layout={layout!r}): expected a layout such as 'tp=2,cp=2', or a strategy such as layouts()"
+            f"problems(layout={given!r}): expected a layout such as 'tp=2,cp=2', or a strategy such as layouts()"
         )
-    _check_split(one, able)
-    return st.just(one)
+    _check_split(layout, able)
+    return st.just(layout)
 
 
 def _check_split(layout: Layout, able: Candidate) -> None:
@@ -273,34 +287,26 @@ def _check_split(layout: Layout, able: Candidate) -> None:
 
 
 def _declared(caller: str, of: Any, head: str | None, dtype: str, supports: Any, tiles: Any) -> Candidate:
-    """Returns a candidate that declares what problems of a spec are to be drawn."""
+    """Returns a candidate whose declaration says which problems of a spec to draw."""
     spec = check_spec(Argument(f"{caller}(", "spec", of))
     if head is None:
         raise UsageError(f"{caller}({spec.name!r}): head is missing; expected one of {', '.join(spec.inputs)}")
 
-    def declare() -> Candidate:
-        values = _everything(spec, head) if supports is ANY else supports
-        makes = candidate(spec, head=head, axes=AXES, dtypes=(dtype,), supports=values, tiles=tiles)
-        return makes(_nobody)
-
-    return _naming(caller, declare)
-
-
-def _everything(spec: Spec, head: str) -> dict[str, Any]:
-    logits = head in HEADS and HEADS[head].has_logits
-    return {name: ANY for name in spec.supported_options if logits or name not in COMMON_OPTIONS}
-
-
-def _nobody(inputs: Any, options: Any, mesh: DeviceMesh) -> Tensor:
-    raise AssertionError("problems are drawn for it, and nobody calls it")
-
-
-def _naming(caller: str, check: Any, *arguments: Any) -> Any:
-    """Calls a check of declarations. In its message, the strategy's name is that of the caller."""
+    values = _every_option(spec, head) if supports is ANY else supports
     try:
-        return check(*arguments)
-    except UsageError as error:
+        declare = candidate(spec, head=head, axes=AXES, dtypes=(dtype,), supports=values, tiles=tiles)
+        return declare(_never_called)
+    except UsageError as error:  # the user called a strategy, so the message names that
         raise UsageError(str(error).replace("candidate(", f"{caller}(", 1)) from None
+
+
+def _every_option(spec: Spec, head: str) -> dict[str, Any]:
+    has_logits = head in HEADS and HEADS[head].has_logits
+    return {name: ANY for name in spec.supported_options if has_logits or name not in COMMON_OPTIONS}
+
+
+def _never_called(inputs: Any, options: Any, mesh: DeviceMesh) -> Tensor:
+    raise AssertionError("this kernel only declares which problems to draw; do not call it")
 
 
 def _check_positive(caller: str, **given: Any) -> None:

@@ -98,8 +98,9 @@ def test_choices_that_rounding_hides_are_told() -> None:
     """Twice as many problems do not help, and a finer dtype does."""
     (said,) = close(40)
     assert re.search(
-        r"; they differ by 0.\d+ in the problem that showed most, out of \d\d with it, and rounding explains 0.\d+. "
-        r"More problems hardly help: compute in a finer dtype and declare so, or drop temperature from supports$",
+        r"; of \d\d problems with this choice, the one that came closest to showing the difference has a difference of "
+        r"0.\d+, and rounding explains 0.\d+. More problems hardly help: compute in a finer dtype and declare so, or "
+        r"drop temperature from supports$",
         said,
     )
     assert close(80)
@@ -108,14 +109,15 @@ def test_choices_that_rounding_hides_are_told() -> None:
 
 def test_how_many_problems_are_enough_for_a_mutant() -> None:
     assert to_kill([Tried(5, 0.1, 0.2)], 20, "beta") == (
-        "5 of 20 problems have it; raise --examples to about 80, or drop beta from supports"
+        "5 of 20 problems have this choice; raise --examples to about 80, or drop beta from supports"
     )
     assert to_kill([Tried(20, 0.2, 0.1)], 50, "beta") == (
-        "20 of 50 problems have it; raise --examples to about 200, or drop beta from supports"
+        "20 of 50 problems have this choice; raise --examples to about 200, or drop beta from supports"
     )
-    assert to_kill([Tried(1, 0.1, 0.2)], 200, "beta").startswith("none of 200 problems showed that, and more hardly")
+    assert to_kill([Tried(1, 0.1, 0.2)], 200, "beta").startswith("none of 200 problems showed the difference, and")
     assert to_kill([Tried(30, 0.0, 0.2)], 50, "beta") == (
-        "both give the same in all 30 problems with it; support what makes them differ, or drop beta from supports"
+        "both choices give the same in all 30 problems with this choice; support what makes them differ, or drop beta "
+        "from supports"
     )
 
 
@@ -127,8 +129,9 @@ def test_what_a_mutant_changes_is_told_if_no_problem_tells_its_scale() -> None:
     found = tried_on(mutants, [(bound, CaseResult(problem=bound.problem)) for bound in bounds])
     assert [(one.closest, one.change > 0) for one in found.values()] == [(0.0, True)] * len(mutants)
     assert to_kill([Tried(20, 0.5, inf)], 20, "reduction") == (
-        "they differ by 0.5 in the problem that showed most, out of 20 with it, and rounding explains any difference. "
-        "More problems hardly help: compute in a finer dtype and declare so, or drop reduction from supports"
+        "of 20 problems with this choice, the one that came closest to showing the difference has a difference of 0.5, "
+        "and rounding explains any difference. More problems hardly help: compute in a finer dtype and declare so, or "
+        "drop reduction from supports"
     )
 
 
@@ -141,8 +144,8 @@ def test_an_output_that_is_always_zero_needs_another_choice() -> None:
     kernel = dense_candidate(SPECS["token_logprobs"], "logits")
     alone = run_cell(Cell(replace(kernel, supports={"top_k": 1}), Layout(), "float32"), Settings(rounds=1))
     assert (
-        "logprobs: it was zero in every problem, so that its scale was never compared; more than these "
-        f"{len(alone.cases)} problems hardly help: add to supports a choice with which it is not zero"
+        "logprobs: it was zero in every problem, so its scale was never compared; more problems "
+        f"than these {len(alone.cases)} hardly help: support a choice with which it is not zero"
     ) in alone.reasons
     both = run_cell(Cell(replace(kernel, supports={"top_k": ANY}), Layout(), "float32"), Settings())
     assert both.verdict is Verdict.AGREE, both.reasons
@@ -160,4 +163,4 @@ def test_rounds_draw_what_reaches_a_goal() -> None:
 
 
 def test_a_goal_that_no_problem_drawn_for_it_reaches_needs_something_else() -> None:
-    assert to_reach(1280) == "none of 1,280 problems that were drawn for it does, and more hardly help"
+    assert to_reach(1280) == "none of 1,280 problems that were drawn for it reaches it, and more hardly help"

@@ -204,7 +204,7 @@ ENDS = {
     "import posix; posix._exit(0)": "the process that tried ended with exit code 0; see what python ends.py does",
     "import ctypes; ctypes.string_at(0)": "the process that tried was ended by SIGSEGV, on line 4; see what python",
     "os.abort()": "the process that tried was ended by SIGABRT, on line 4; see what python ends.py does",
-    "os.kill(os.getpid(), 9)": "the process that tried was ended by SIGKILL, as the system does with one that takes",
+    "os.kill(os.getpid(), 9)": "the process that tried was ended by SIGKILL, as the system does with a process that",
 }
 
 

@@ -106,7 +106,7 @@ def test_no_more_rounds_are_tried_than_allowed(monkeypatch: pytest.MonkeyPatch) 
     first, second, third = (verified(needy, examples=1, rounds=rounds) for rounds in (1, 2, 3))
     assert first.verdict is second.verdict is third.verdict is Verdict.INCONCLUSIVE
     drawn = re.search(
-        r"'never': what no problem has; none of (\d+) problems that were drawn for it does, and more hardly",
+        r"'never': what no problem has; none of (\d+) problems that were drawn for it reaches it, and more hardly",
         str(third.reasons),
     )
     assert drawn
@@ -202,7 +202,7 @@ def test_plan_keeps_to_what_a_candidate_can_do() -> None:
 
 
 def test_a_candidate_without_a_cell_raises_an_error() -> None:
-    message = "nothing to verify; it has no axes and dtypes bfloat16, and the run has layouts cp=2"
+    message = "nothing to verify; it has no axes and dtypes bfloat16, but the run asks for layouts cp=2"
     with pytest.raises(UsageError, match=message):
         plan([replace(RIGHT, axes=(), dtypes=("bfloat16",))], Settings(layouts=("cp=2",)))
 
@@ -237,7 +237,7 @@ def test_a_known_failure_needs_an_example_that_disagrees_on_its_own(tmp_path: Pa
     (tmp_path / "pooled.json").write_text(json.dumps({**frozen, "pooled": True}))
     with pytest.raises(
         UsageError,
-        match=r"known failure x: the problems in .*pooled.json disagree only when pooled; freeze one that",
+        match=r"known failure x: the problems in .*pooled.json disagree only when pooled; freeze a problem",
     ):
         plan([replace(RIGHT, known_failure=KnownFailure(name="x", example=tmp_path / "pooled.json"))], Settings())
 
@@ -264,6 +264,6 @@ def test_a_goal_near_a_kink_says_what_to_do_in_coarse_dtypes() -> None:
     (reason,) = (one for one in conclude(CellRun(cell=cell, cases=())).reasons if "never" in one)
     assert reason == (
         "no problem reached goal 'never': what no problem has; no problem was drawn for it; set rounds to 4 or more. "
-        "Tokens at which bfloat16 decides a clip or comparison are masked: if that keeps it out of reach, say in "
-        "dtypes= of the goal where it can be reached, or use a bound without a kink"
+        "Tokens at which rounding to bfloat16 decides a clip or comparison are masked. If no problem can reach the "
+        "goal because of that, list in dtypes= of the goal the dtypes that can, or use a bound without a kink"
     )

@@ -109,7 +109,7 @@ def test_more_parts_than_cells_are_refused(lossgate: Lossgate) -> None:
     done = lossgate("verify", "kernels.py:right", *FEW, "--shard", "1/2")
     assert (done.returncode, done.stderr) == (
         2,
-        "lossgate: shard 1/2: the matrix has no more cells than 1; use at most as many parts\n",
+        "lossgate: shard 1/2: the matrix has only 1 cell; use at most 1 part\n",
     )
 
 

@@ -112,7 +112,7 @@ def results(file: Path, *names: str, settings: Settings = SETTINGS) -> Iterator[
         ("abort", "was ended by SIGABRT on this problem"),
         ("exit 0", "ended with exit code 0 on this problem"),
         ("exit 3", "ended with exit code 3 on this problem"),
-        ("killed", "was ended by SIGKILL, as the system does with one that takes too much memory, on this problem"),
+        ("killed", "was ended by SIGKILL, as the system does with a process that takes too much memory, on"),
         ("cuts", "(ended with exit code 0|cut its connection to lossgate) on this problem"),  # whichever comes first
     ],
 )
@@ -227,7 +227,7 @@ if multiprocessing.parent_process() is not None:
 """A kernel in a process that something else ends."""
 KILLED = "os.kill(os.getpid(), 9)"
 BEFORE, BESIDE = "lossgate.engine.jobs.run_cases", "lossgate.cases.oracle.Oracle.compare"
-LOST = "CRASH: the process that was to run the candidate was ended by SIGKILL, as the system does with one that takes"
+LOST = "CRASH: the process that was to run the candidate was ended by SIGKILL, as the system does with a process that"
 
 
 def test_a_process_that_dies_beside_the_kernel_says_nothing_of_it(tmp_path: Path) -> None:

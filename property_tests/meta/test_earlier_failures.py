@@ -98,7 +98,7 @@ def test_a_problem_of_an_earlier_run_that_still_disagrees(
     assert hold_to_earlier(now, tmp_path, 60.0, set()) == (now, (again,) if verdict is Verdict.AGREE else ())
 
 
-KEPT = "on what an earlier run kept in its failure file; the {} problems of this run showed nothing wrong"
+KEPT = "on the failure file of an earlier run; the {} problems of this run showed nothing wrong"
 
 
 def test_problems_of_an_earlier_run_that_disagree_only_when_pooled(verify: Verify, tmp_path: Path) -> None:

@@ -323,8 +323,8 @@ def test_a_file_that_was_cut_is_one_line(folder: Path, lossgate: Lossgate, cut: 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"masks": ["none", "none"]}, "every output is 0 in the reference, as where no token is trained"),
-        ({"lengths": [1, 1]}, "every output is 0 in the reference, as where no token is trained"),
+        ({"masks": ["none", "none"]}, "every output is 0 in the reference, for example because no token is trained"),
+        ({"lengths": [1, 1]}, "every output is 0 in the reference, for example because no token is trained"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -347,12 +347,12 @@ def test_a_problem_of_which_rounding_explains_anything_shows_nothing() -> None:
     one = Comparison(output=LOSS, values={SCALE: 0.0}, limits={SCALE: 2.0})
     silent = CaseResult(problem=PROBLEM, comparisons=(one,))
     assert replay.why_it_shows_nothing(cell, [silent]) == (
-        "rounding explains even a result of zero, so that the problem shows nothing"
+        "rounding explains even a result of zero, so this problem shows nothing"
     )
     telling = CaseResult(problem=PROBLEM, comparisons=(dataclasses.replace(one, limits={SCALE: 0.1}),))
     assert replay.why_it_shows_nothing(cell, [silent, telling]) == ""
     unfit = CaseResult(problem=PROBLEM, fits=False)
-    assert replay.why_it_shows_nothing(cell, [unfit]) == "property agreement says nothing of this problem"
+    assert replay.why_it_shows_nothing(cell, [unfit]) == "this problem says nothing about property agreement"
 
 
 def test_a_property_that_does_not_apply_is_one_line(folder: Path, lossgate: Lossgate) -> None:
@@ -360,7 +360,7 @@ def test_a_property_that_does_not_apply_is_one_line(folder: Path, lossgate: Loss
     (folder / "edited.json").write_text(json.dumps(given))
     done = lossgate("replay", "edited.json", "--trust")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "is not held to property 'bad-inputs': it does not apply to it" in done.stderr
+    assert "property 'bad-inputs' does not apply to candidate " in done.stderr
 
 
 def test_a_problem_that_is_too_large_for_the_machine_is_refused(

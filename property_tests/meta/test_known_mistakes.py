@@ -81,9 +81,8 @@ def test_a_blind_judge_does_not_agree() -> None:
         f"a kernel with a known mistake would have passed every problem: {result.run.mistakes.surviving[0]}; "
     )
     more = len(result.run.mistakes.surviving) - 3
-    assert (
-        said[-1]
-        == f"{more} more known mistakes would have passed; lossgate report --cell names them, of a run with --evidence"
+    assert said[-1] == (
+        f"{more} more known mistakes would have passed; verify with --evidence, and lossgate report --cell lists them"
     )
 
 

@@ -101,7 +101,7 @@ def test_an_item_is_held_to_the_problems_of_earlier_runs(
     )
     result = user.runpytest_inprocess(*chosen)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["  loss: 1.01* times the reference*", "  on what an earlier run kept in its *"])
+    result.stdout.fnmatch_lines(["  loss: 1.01* times the reference*", "  on the failure file of an earlier run; *"])
     assert len([*Path(".lossgate").iterdir()]) == 1
 
 

@@ -61,7 +61,7 @@ def test_a_kernel_with_other_numbers_still_disagrees(failed: Path) -> None:
     assert done.returncode == 1
     assert done.stdout.endswith(
         "  it still disagrees in grad of logits and loss, with other numbers than in the file: the kernel, its spec or "
-        "the machine is another one\n"
+        "the machine has changed\n"
     )
 
 
@@ -101,7 +101,7 @@ def test_what_was_the_cause_is_not_said_of_another_failure(failed: Path, lossgat
     (failed / "kernels.py").write_text(
         KERNELS.replace("return cross_entropy(inputs, options) *", "return None or 0.0 *")
     )
-    assert "it disagrees otherwise than when the file was written" in (other := replayed(failed).stdout)
+    assert "it disagrees differently than when the file was written" in (other := replayed(failed).stdout)
     assert "verify said" not in other
     change(failed, "1.01")
     text = json.loads(file.read_text())
@@ -121,8 +121,8 @@ def test_a_kernel_that_fails_otherwise_says_so(failed: Path) -> None:
     done = replayed(failed)
     assert done.returncode == 1
     assert (
-        "it disagrees otherwise than when the file was written: then in grad of logits and loss, now in CandidateError"
-        in done.stdout
+        "it disagrees differently than when the file was written: then in grad of logits and loss, now in "
+        "CandidateError" in done.stdout
     )
 
 
@@ -151,7 +151,7 @@ def test_nothing_is_said_to_be_mended_on_another_problem(failed: Path) -> None:
     values["examples"][0]["problem"] |= {"lengths": [2], "seed": 3}
     file.write_text(json.dumps(values))
     change(failed, "1.0")
-    assert "the problem is not known to be the one with which the file was written" in replayed(failed).stdout
+    assert "the problems may have been edited since the file was written" in replayed(failed).stdout
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_the_exit_code_of_all_is_that_of_the_worst(failed: Path, lossgate: Lossg
         (["replay"], "replay: nothing named; expected a failure file, as verify writes it, or --all"),
         (
             ["replay", "--all"],
-            ".lossgate: no such folder; verify writes failure files to .lossgate, or where --failures",
+            ".lossgate: no such folder; verify writes failure files to .lossgate, or to the folder",
         ),
         (["replay", "--all", "kernels.py"], "kernels.py: no such folder; "),
         (["replay", "."], ". is a folder; replay all failure files in it: lossgate replay --all ."),
@@ -346,7 +346,7 @@ def test_a_kernel_that_disagrees_on_the_problem_of_an_earlier_run_disagrees(fold
     assert (done.returncode, done.stderr) == (1, "")
     said = done.stdout.split("DISAGREE  wrong  float32  single\n")[1].splitlines()
     assert said[0].startswith("  loss: 1.01 times the reference")
-    line = "  on what an earlier run kept in its failure file; the [0-9]+ problems of this run showed nothing wrong"
+    line = "  on the failure file of an earlier run; the [0-9]+ problems of this run showed nothing wrong"
     assert any(re.fullmatch(line, one) for one in said)
     (cell,) = cells_in(folder / "out.jsonl")
     assert cell.failure is not None

@@ -88,7 +88,7 @@ def test_what_was_never_compared_is_told(silent: CaseResult) -> None:
     result, _ = concluded([silent] * 30)
     assert (
         "loss: in 30 of 30 problems rounding explains even a result of zero, and only 0 problems say something about "
-        "its scale, where 8 are needed; more than these 30 problems hardly help: compute in a finer dtype, and declare "
+        "its scale, but 8 are needed; more problems than these 30 hardly help: compute in a finer dtype, and declare "
         "so"
     ) in result.reasons
 

@@ -124,8 +124,8 @@ def test_a_loss_that_needs_all_logits_at_once_says_so() -> None:
     assert found.verdict is Verdict.INCONCLUSIVE
     (reason,) = found.reasons
     assert reason == (
-        f"size {SIZE} was not tried: its loss uses the logits themselves, so that all of them are held at once; "
-        "leave it out for this candidate, or give a smaller one"
+        f"size {SIZE} was not tried: the loss uses the logits themselves, so all of them are held at once; "
+        "leave this size out for the candidate, or give a smaller one"
     )
     assert verified(dense_candidate(SPECS["softcap"], "hidden"), "64x8x32").verdict is Verdict.AGREE
 

@@ -338,8 +338,8 @@ def test_kernels_of_a_spec_that_was_made_twice_are_not_compared() -> None:
     with pytest.raises(UsageError) as error:
         lossgate.compare(after["detached"], before["right"])
     assert str(error.value) == (
-        "compare: 'detached' and 'right' are of two specs that are both named 'focal'; make both kernels after the "
-        "spec, or give the two specs two names"
+        "compare: 'detached' and 'right' have different specs with the same name 'focal'; declare both kernels after "
+        "the spec, or rename one of the specs"
     )
 
 
@@ -454,7 +454,7 @@ def test_a_spec_that_has_changed_since_a_failure_was_written(tmp_path: Path, run
     changed = run(*replay_of(done.stdout), code=1)
     assert "  loss: 0.66666" in changed.stdout
     assert (
-        "  it disagrees otherwise than when the file was written: then in grad of hidden and grad of weight, now in "
+        "  it disagrees differently than when the file was written: then in grad of hidden and grad of weight, now in "
         "grad of hidden, grad of weight and loss\n" in changed.stdout
     )
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which known mistakes the problems of a configuration show. No kernel is run.
+"""Tells which known mistakes the problems of a configuration show. No kernel is run.
 
-A run of a right kernel tries certain problems in each cell. On each of them the reference with a
-mistake takes the place of the kernel: would the judge reject what it gives?
+The problems are those that a run would try with a right kernel. On each of them, the reference with
+a mistake takes the place of the kernel. The mistake shows if the judge would reject its outputs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,38 +24,41 @@ from lossgate.worlds import make_world
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What the cells of a candidate would have seen."""
+    """The known mistakes that the cells of a candidate would have seen, and those that they would
+    not.
+    """
 
     candidate: Candidate
     cells: int
     problems: int
     seen: Mapping[str, str]
-    """The mistakes that a problem shows, and their sentences, by name."""
+    """The sentences of the mistakes that a problem shows, by name."""
     unseen: Mapping[str, Unshown]
-    """The mistakes that change an output, and that no problem shows, by name."""
+    """The mistakes that change an output but that no problem shows, by name."""
     unchanged: Mapping[str, str]
-    """The mistakes that change nothing on any of the problems."""
+    """The sentences of the mistakes that change nothing on any problem, by name."""
     impossible: Mapping[str, str]
-    """The mistakes that can't be made on any of them: they need other layouts, options or tiles."""
+    """The sentences of the mistakes that can't be made on any problem, by name. They need other
+    layouts, options or tiles."""
     seconds: float
     """CPU time."""
 
 
 def audit(candidates: Iterable[Candidate], settings: Settings, *, metrics: bool = False) -> Iterator[Audit]:
-    """Yields, for each candidate, which known mistakes its cells would have seen.
+    """Yields, for each candidate, the known mistakes that its cells would have seen.
 
-    It asks about what a kernel must give: the loss, other outputs that are declared differentiable,
-    and gradients. Large problems and properties beside agreement are left out, and so are
-    candidates with a known failure.
+    The mistakes are judged by the outputs that a kernel must return: the loss, other outputs that
+    are declared differentiable, and gradients. Large problems, properties other than agreement and
+    candidates with a known failure are left out.
 
     Args:
-        candidates: say which problems they can be given. They are not called.
+        candidates: the candidates. They only declare which problems they take, and are not called.
         settings: the configuration.
-        metrics: whether kernels return all metrics of their spec, and are asked about them.
+        metrics: whether to ask about metrics, too, as if kernels returned all of their spec.
     """
     cells = [cell for cell in plan(candidates, settings) if cell.property.needs_adequacy]
-    known = groupby((cell for cell in cells if cell.candidate.known_failure is None), lambda cell: cell.candidate)
-    for candidate, own in known:
+    right = (cell for cell in cells if cell.candidate.known_failure is None)
+    for candidate, own in groupby(right, lambda cell: cell.candidate):
         yield _of_candidate(candidate, list(own), settings, metrics=metrics)
 
 
@@ -70,15 +73,15 @@ def _of_candidate(candidate: Candidate, cells: list[Cell], settings: Settings, *
                 mistakes.ask(placed)
     finally:
         torch.set_num_threads(threads)
-    known = {name: one.words("an output") for name, one in mistakes.left.items() if name not in mistakes.unseen}
+    no_change = {name: one.words("an output") for name, one in mistakes.left.items() if name not in mistakes.unseen}
     return Audit(
         candidate=candidate,
         cells=len(cells),
         problems=problems,
         seen=mistakes.seen,
         unseen=mistakes.unseen,
-        unchanged={name: sentence for name, sentence in known.items() if mistakes.made[name]},
-        impossible={name: sentence for name, sentence in known.items() if not mistakes.made[name]},
+        unchanged={name: sentence for name, sentence in no_change.items() if mistakes.made[name]},
+        impossible={name: sentence for name, sentence in no_change.items() if not mistakes.made[name]},
         seconds=process_time() - start,
     )
 

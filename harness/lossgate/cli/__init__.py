@@ -2,8 +2,8 @@
 """The command line: ``lossgate init | verify | replay | audit | list | spec | gate | report |
 diff``.
 
-Exit codes: 0 agree, 1 disagree, 2 usage or configuration, 3 inconclusive (nothing wrong seen, not
-enough seen), 4 a fault of lossgate itself.
+Exit codes: 0 agree, 1 disagree, 2 wrong use or configuration, 3 inconclusive (nothing wrong was
+seen, but not enough was seen), 4 a fault of lossgate itself.
 """
 
 from lossgate.cli.app import Exit, app, main

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``lossgate``: exit codes, numbers, files that are written, and what errors do.
+"""The command ``lossgate``: exit codes, errors, numbers, and the files that commands write.
 
-What a command needs is imported in it: torch takes seconds to load, and a typing error should not.
+Commands import what they need when they run. Torch takes seconds to load, and a typing error should
+be reported at once.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ app = App(
     version_flags=["--version"],
 )
 app.register_install_completion_command(
-    help="Install completion for the shell in which this runs (bash, zsh or fish). A new shell has it."
+    help="Install completion for your shell (bash, zsh or fish). It works in new shells."
 )
 
 _UNTIL_SAID = 5.0
-"""Seconds in which rank 0 of a torchrun prints an error that all its processes find."""
+"""Seconds that the other processes of a torchrun leave rank 0 to print an error that all find."""
 
 _CLOSED_PIPE = 141
-"""Exit code if nobody reads standard output any more, as that of a process that SIGPIPE ended."""
+"""Exit code if nobody reads standard output any more. SIGPIPE ends a process with the same code."""
 
 
 class Exit(IntEnum):
@@ -47,17 +48,16 @@ class Exit(IntEnum):
     DISAGREE = 1
     USAGE = 2
     INCONCLUSIVE = 3
-    """Nothing wrong was seen, and not enough was seen."""
+    """Nothing wrong was seen, but not enough was seen."""
     CRASH = 4
     """lossgate itself failed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point; exits.
+    """Runs a command and exits. This is the entry point.
 
-    An error of the user's is one line on stderr. ``arguments`` are those of the process by default.
+    Wrong use is reported in one line on stderr. By default ``arguments`` are those of the process.
     """
-    from lossgate.base.errors import UsageError
     from lossgate.base.launch import is_follower
 
     try:
@@ -70,13 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         sys.stdout.flush()
     except (CycloptsError, UsageError) as error:
-        if is_follower():  # it finds the same as rank 0, which torchrun would end before it has said so
+        if is_follower():  # rank 0 reports the same error, and torchrun would end it when this process ends
             time.sleep(_UNTIL_SAID)
         else:
             say(str(error))
         code = Exit.USAGE
-    except BrokenPipeError:  # as by ``lossgate verify ... | head``
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+    except BrokenPipeError:  # for example with ``lossgate verify ... | head``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
         code = _CLOSED_PIPE
     except Exception:
         traceback.print_exc()
@@ -87,9 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def _imports_first() -> Generator[None]:
-    """Has every command import files in a process that may die, before this one does.
+    """Makes commands import files of users in another process first, because that may die.
 
-    Not under torchrun, whose ranks import them as they are.
+    Ranks of torchrun import the files directly.
     """
     from lossgate.base.launch import launch_of_torchrun
     from lossgate.declaration.modules import before_imports
@@ -99,7 +99,7 @@ def _imports_first() -> Generator[None]:
         def first(location: str) -> None:
             from lossgate.engine.first_import import end_ready, import_first
 
-            if parent_process() is not None:  # this is that other process, a copy of this one
+            if parent_process() is not None:  # this is the other process, a copy of the first one
                 return
             stack.callback(end_ready)
             import_first(location, say)
@@ -110,7 +110,9 @@ def _imports_first() -> Generator[None]:
 
 
 def load() -> None:
-    """Loads torch, and starts the server of other processes. Under torchrun there is none."""
+    """Loads torch, and starts the server from which other processes fork. Does nothing under
+    torchrun.
+    """
     from lossgate.base.fork_server import load_and_fork
     from lossgate.base.launch import launch_of_torchrun
 
@@ -119,23 +121,24 @@ def load() -> None:
 
 
 def load_for(targets: Sequence[str]) -> None:
-    """Does so if a target is a file or module, which is imported first in another process."""
+    """Calls ``load`` if a target is a file or module, because another process imports it first."""
     if any("." in target or ":" in target for target in targets):
         load()
 
 
 def say(message: str) -> None:
-    """Tells something in one line, on standard error."""
+    """Prints a message in one line on standard error."""
     print(f"lossgate: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def driven(world: str, body: Callable[[], int]) -> int:
-    """Runs a command. If torchrun has launched this process, rank 0 runs it, and the others serve.
+    """Runs a command. If torchrun has launched this process, only rank 0 runs it, and the other
+    processes serve as its ranks.
 
     Raises:
-        UsageError: if torchrun has launched several, and the command needs other ranks.
+        UsageError: if torchrun has launched several processes, but the command runs in another
+            world.
     """
-    from lossgate.base.errors import UsageError
     from lossgate.base.launch import is_follower, launch_of_torchrun
 
     launch = launch_of_torchrun()
@@ -156,35 +159,35 @@ def driven(world: str, body: Callable[[], int]) -> int:
     finally:
         from lossgate.worlds.torchrun import dismiss
 
-        sys.stdout.flush()  # before torchrun sees a process end, and ends the others
+        sys.stdout.flush()  # now, because torchrun ends this process once another process has ended
         dismiss(code)
     return code
 
 
 def _whole(_: Any, tokens: Sequence[Token]) -> int:
-    """Returns the whole number that an option is given. By itself cyclopts would round 1.5 to 2.
+    """Reads the value of an option as a whole number. Without this, cyclopts would round 1.5 to 2.
 
     Raises:
-        UsageError: if it is given anything else.
+        UsageError: if the value is anything else.
     """
     for base in (10, 0):  # the latter also reads 0x10
         with suppress(ValueError):
             return int(tokens[0].value, base)
-    raise _unlike(tokens[0], "a whole number")
+    raise _wrong_value(tokens[0], "a whole number")
 
 
 def _number(_: Any, tokens: Sequence[Token]) -> float:
-    """Returns the number that an option is given.
+    """Reads the value of an option as a number.
 
     Raises:
-        UsageError: if it is given anything else.
+        UsageError: if the value is anything else.
     """
     with suppress(ValueError):
         return float(tokens[0].value)
-    raise _unlike(tokens[0], "a number")
+    raise _wrong_value(tokens[0], "a number")
 
 
-def _unlike(token: Token, expected: str) -> UsageError:
+def _wrong_value(token: Token, expected: str) -> UsageError:
     return UsageError(f"{token.keyword} {shown(token.value)}: expected {expected}")
 
 
@@ -195,17 +198,15 @@ Number = Annotated[float | None, Parameter(converter=_number)]
 
 
 Text = Callable[[], str]
-"""Makes the text of a file."""
+"""A function that makes the text of a file."""
 
 
 def check_outputs(files: Mapping[str, Path | None], inputs: Sequence[Path]) -> None:
-    """Refuses to write over what is read, or over another file that is written.
+    """Refuses to write over a file that is read, or over another output.
 
     Raises:
-        UsageError: if one would be lost.
+        UsageError: if a file would be lost.
     """
-    from lossgate.base.errors import UsageError
-
     taken = {_real(file): str(file) for file in inputs}
     for name, file in files.items():
         if file is None or (file.exists() and not file.is_file()):  # such as /dev/stdout
@@ -220,18 +221,16 @@ def _real(file: Path) -> str:
 
 
 def write_outputs(outputs: Mapping[str, tuple[Path, Text]], code: Exit) -> Exit:
-    """Writes files. One that cannot be written is reported, and the others are written all the
-    same.
+    """Writes files. If one cannot be written, that is reported, and the others are still written.
 
     Args:
-        outputs: the file that each option names, and its text.
+        outputs: the file of each option, and its text.
         code: the exit code of the command so far.
 
     Returns:
-        The exit code of the command: that of wrong use if a file could not be written and nothing
-        disagrees.
+        The exit code of the command. It is ``USAGE`` if a file could not be written, unless the
+        code is ``DISAGREE``.
     """
-    from lossgate.base.errors import UsageError
     from lossgate.reports.written import write_file
 
     for name, (file, make) in outputs.items():

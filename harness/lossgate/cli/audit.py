@@ -30,8 +30,8 @@ def audit(
 
     Args:
         targets: Files (file.py), modules (package.module), or one candidate of either
-            (file.py:name). Their declarations say which problems there are.
-        layout: A layout, such as tp=2,cp=2 or single; may be repeated. By default few layouts
+            (file.py:name). The declarations of candidates say which problems there are.
+        layout: A layout, such as tp=2,cp=2 or single; may be repeated. By default a few layouts
             of at most --ranks ranks that cover what differs; see --matrix.
         dtype: float32, bfloat16 or float16; may be repeated. By default all that a candidate takes.
         profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
@@ -40,7 +40,7 @@ def audit(
         matrix: covering (the default of dev and ci), or full for every layout of at most --ranks
             ranks in every dtype.
         seed: Another seed draws other problems.
-        metrics: Ask about metrics, too, as of kernels that return all that their spec has.
+        metrics: Also ask about metrics, as if the kernels returned all metrics of their spec.
         every: List every mistake, and not only those that would have passed.
     """
     load_for(targets)
@@ -56,7 +56,8 @@ def audit(
 
     if not targets:
         raise UsageError("audit: nothing named; expected files or modules with candidates, such as my_kernels.py")
-    layouts, dtypes = (tuple(given) if given else None for given in (layout, dtype))
+    layouts = tuple(layout) if layout else None
+    dtypes = tuple(dtype) if dtype else None
     settings = load_settings(
         profile, examples=examples, ranks=ranks, matrix=matrix, seed=seed, layouts=layouts, dtypes=dtypes
     )

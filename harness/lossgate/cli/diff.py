@@ -20,7 +20,7 @@ def diff(before: Path, after: Path, /) -> int:
 
     Args:
         before: A file that verify --evidence wrote, or a folder of them (*.jsonl).
-        after: The same of a later run, or of another machine.
+        after: The same for a later run, or for another machine.
     """
     from lossgate.evidence.differences import changes, read_side, surroundings
     from lossgate.reports.changed_cells import print_diff
@@ -28,10 +28,13 @@ def diff(before: Path, after: Path, /) -> int:
     from lossgate.reports.evidence_table import troubles
 
     old, new = read_side(before), read_side(after)
-    found = [(str(path), one) for path, side in ((before, old), (after, new)) for one in troubles(side.gathered)]
+    old_troubles = [(str(before), trouble) for trouble in troubles(old.gathered)]
+    new_troubles = [(str(after), trouble) for trouble in troubles(new.gathered)]
+    found = [*old_troubles, *new_troubles]
     changed = changes(old, new)
-    same = len((old.cells.keys() & new.cells.keys()) - {one.key for one in changed})
-    print_diff(make_console(), changed, surroundings(old.gathered, new.gathered), found, same)
+    in_both = old.cells.keys() & new.cells.keys()
+    unchanged = len(in_both - {one.key for one in changed})
+    print_diff(make_console(), changed, surroundings(old.gathered, new.gathered), found, unchanged)
     return _exit_code(changed, bool(found))
 
 
@@ -40,4 +43,5 @@ def _exit_code(changed: Sequence[CellChange], damaged: bool) -> Exit:
 
     if any(one.change is Change.DISAGREES for one in changed):
         return Exit.DISAGREE
-    return Exit.INCONCLUSIVE if damaged or any(one.change.is_worse for one in changed) else Exit.AGREE
+    is_worse = damaged or any(one.change.is_worse for one in changed)
+    return Exit.INCONCLUSIVE if is_worse else Exit.AGREE

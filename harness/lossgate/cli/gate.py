@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _LARGEST_EXAMPLE = 1 << 20
-"""Files that are larger are no failure files: those are a few kilobytes."""
+"""Bytes of the largest file that may be a failure file. Failure files have a few kilobytes."""
 
 
 @app.command
@@ -42,16 +42,16 @@ def gate(
     html: Path | None = None,
     history: Annotated[list[Path] | None, Parameter(negative=())] = None,
 ) -> int:
-    """Hold evidence to a policy: exit code 0 if the gate is open, 1 if a cell disagrees, 3 if it is
-    closed for another reason.
+    """Hold evidence to a policy: exit code 0 if the gate is open, 1 if a cell disagrees, 3 if the
+    gate is closed for another reason.
 
     Args:
         evidence: Files that verify --evidence has written, or folders of them (*.jsonl).
-        policy: What a release needs.
+        policy: The policy, which says what a release needs.
         init: Write a first policy from the evidence, instead of holding it to one.
-        commit: The commit that is to be released, by its whole name. All evidence must be of it.
-        now: The time from which the age of evidence counts, as 2026-01-31T12:00:00Z. By default the
-            time on the clock.
+        commit: The whole hash of the commit that is to be released. All evidence must be of it.
+        now: The time from which the age of evidence counts, such as 2026-01-31T12:00:00Z. By
+            default the time on the clock.
         junit: Write JUnit XML to this file.
         sarif: Write SARIF to this file.
         markdown: Write Markdown for a pull request to this file.
@@ -67,14 +67,15 @@ def gate(
     if not evidence:
         raise UsageError("gate: no evidence named; expected files that lossgate verify --evidence wrote, or folders")
     files = {"junit": junit, "sarif": sarif, "markdown": markdown, "statement": statement, "html": html}
-    given = {name for name, value in {**files, "commit": commit, "now": now, "subject": subject}.items() if value}
     if init:
-        _refuse(given | ({"history"} if history else set()), "takes no --{}: it writes a policy, and judges nothing")
+        others = {**files, "commit": commit, "now": now, "subject": subject, "history": history}
+        if refused := sorted(name for name, value in others.items() if value):
+            raise UsageError(f"gate: --init writes a policy and judges nothing; leave --{refused[0]} out")
         return _write_first_policy(evidence, policy)
     if subject and statement is None:
-        _refuse({"subject"}, "has --{} and no --statement, which alone names subjects")
+        raise UsageError("gate: --subject needs --statement, the only file that names subjects; add it to the command")
     if history and html is None:
-        _refuse({"history"}, "has --{} and no --html, which alone shows it")
+        raise UsageError("gate: --history needs --html, the only file that shows history; add it to the command")
     from lossgate.evidence.gather import KeptRecords, files_in, gather
     from lossgate.gate.decide import decide
     from lossgate.gate.policy import load_policy
@@ -93,7 +94,7 @@ def gate(
     closed_pipe = False
     try:
         print_gate(verdict, make_console())
-    except BrokenPipeError:  # nobody reads the screen, and the files are asked for all the same
+    except BrokenPipeError:  # nobody reads the output, but the files must be written
         closed_pipe = True
     texts = _texts(verdict, subjects, lambda: _page(verdict, runs.values(), kept, earlier))
     code = write_outputs({name: (file, texts[name]) for name, file in files.items() if file}, Exit(verdict.code))
@@ -103,19 +104,19 @@ def gate(
 
 
 def _write_first_policy(evidence: Sequence[Path], policy: Path) -> Exit:
-    """Writes a policy that asks for the cells of evidence, and says what it leaves to do.
+    """Writes a policy that asks for the cells of evidence, and prints what is left to do.
 
     Raises:
-        UsageError: if there is a file of this name already, or it cannot be written.
+        UsageError: if the file exists already, or if it cannot be written.
     """
     from lossgate.base.errors import UsageError
     from lossgate.evidence.gather import gather
     from lossgate.gate.init_policy import first_policy
 
     if policy.exists():
-        raise UsageError(f"gate --init: {policy} is there already; name another file with --policy, or remove it")
+        raise UsageError(f"gate --init: {policy} exists already; name another file with --policy, or remove it")
     gathered = gather(evidence)
-    cells = gathered.newest.values()
+    newest = gathered.newest.values()
     results = [result for of_cell in gathered.cells.values() for result in of_cell]
     text = first_policy(results, gathered.runs.values(), _examples(policy))
     try:
@@ -123,24 +124,25 @@ def _write_first_policy(evidence: Sequence[Path], policy: Path) -> Exit:
             file.write(text)
     except OSError as error:
         raise UsageError(f"--policy {policy}: can't be written: {error.strerror}") from None
-    count = "the one cell" if len(cells) == 1 else f"the {len(cells)} cells"
+    count = "the one cell" if len(newest) == 1 else f"the {len(newest)} cells"
     print(f"wrote {policy}, which asks for {count} of the evidence")
-    if any(cell.known_failure is not None for cell in cells):
+    if any(cell.known_failure is not None for cell in newest):
         print("fill in issue, owner and expires of each known failure before you use it")
-    if failing := sum(cell.verdict != "AGREE" and not cell.expected for cell in cells):
+    if failing := len([cell for cell in newest if cell.verdict != "AGREE" and not cell.expected]):
         print(f"the gate is closed now: {failing} of them {'does' if failing == 1 else 'do'} not agree")
-    if gathered.damaged or gathered.contradictory:
-        print(f"the gate is closed now: {len(gathered.damaged) + len(gathered.contradictory)} lines are no evidence")
+    if useless := len(gathered.damaged) + len(gathered.contradictory):
+        print(f"the gate is closed now: {useless} lines are no evidence")
     return Exit.AGREE
 
 
 def _examples(policy: Path) -> dict[str, Path]:
-    """Returns the JSON files below the working folder by their SHA-256, as the policy would name
-    them.
+    """Returns the JSON files below the working folder by SHA-256. Paths are relative to the policy,
+    which may name the files as examples of known failures.
     """
     folder = policy.resolve().parent
     found: dict[str, Path] = {}
     for inside, folders, files in os.walk("."):
+        # Hidden folders are left out: os.walk visits only the folders that stay in the list.
         folders[:] = sorted(name for name in folders if name == ".lossgate" or not name.startswith("."))
         for name in sorted(files):
             file = Path(inside, name)
@@ -150,24 +152,17 @@ def _examples(policy: Path) -> dict[str, Path]:
     return found
 
 
-def _refuse(names: Iterable[str], why: str) -> None:
-    from lossgate.base.errors import UsageError
-
-    for name in sorted(names):
-        raise UsageError(f"gate: the command {why.format(name)}; leave it out")
-
-
 def _whole_commit(commit: str | None) -> str | None:
-    """Returns the name of a commit, as evidence has it.
+    """Checks that a commit is given by its whole hash, as evidence has it.
 
     Raises:
-        UsageError: if it is shortened, or a branch.
+        UsageError: if it is shortened, or if it is the name of a branch.
     """
     from lossgate.base.errors import UsageError
 
     if commit is not None and not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", commit):
         raise UsageError(
-            f'--commit {commit}: expected the whole name of a commit; write --commit "$(git rev-parse HEAD)"'
+            f'--commit {commit}: expected the whole hash of a commit; write --commit "$(git rev-parse HEAD)"'
         )
     return commit
 
@@ -185,7 +180,7 @@ def _time(now: str | None) -> datetime:
 
 
 def _digested(file: Path) -> Digested:
-    """Returns a file that is released, with its digest."""
+    """Returns a released file with its digest."""
     from lossgate.base.errors import UsageError
     from lossgate.evidence.reader import Digested
 
@@ -197,7 +192,7 @@ def _digested(file: Path) -> Digested:
 
 
 def _texts(verdict: GateVerdict, subjects: Sequence[Digested], page: Text) -> dict[str, Text]:
-    """Returns how to make the text of each file that can be asked for."""
+    """Returns a function for each output file that makes its text."""
     from lossgate.reports.gate_files.junit import junit_xml
     from lossgate.reports.gate_files.markdown import markdown
     from lossgate.reports.gate_files.sarif import sarif

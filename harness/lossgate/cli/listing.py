@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lossgate list`` and ``lossgate init``: what there is, and a first candidate of it."""
+"""``lossgate list`` and ``lossgate init``: lists specs, and writes a first candidate of a spec."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,14 +9,14 @@ from lossgate.cli.app import Exit, app, load_for
 
 @app.command
 def init(spec: str, /, *, head: str | None = None, name: str | None = None, folder: Path = Path()) -> int:
-    """Write a candidate that runs, and a pytest file for it, to put your kernel into.
+    """Write a candidate that runs, for you to put your kernel into, and a pytest file for it.
 
     Args:
         spec: The loss: a name that lossgate list shows, such as nll.
         head: Where the kernel starts: hidden, logits or logprobs; values or rewards for critics and
             reward models. By default the first that the loss has.
         name: Name of the kernel and of its file. By default my_ and the name of the loss.
-        folder: Where to write. Files that are there are never changed.
+        folder: Where to write. Existing files are never changed.
     """
     from lossgate.losses import find_spec
     from lossgate.reports.starter import write_starter
@@ -33,7 +33,7 @@ def list_(*targets: str) -> int:
 
     Args:
         targets: Names of specs (nll), files (file.py) or modules (package.module), or one candidate
-            or spec of either (file.py:name); none for all specs and properties.
+            or spec of either (file.py:name). By default all specs and properties are listed.
     """
     from lossgate.reports.console import make_console
 
@@ -54,4 +54,7 @@ def _lines(targets: tuple[str, ...], width: int) -> Iterator[str]:
     for number, target in enumerate(targets):
         if number:
             yield ""
-        yield from described(find_spec(target), width) if is_name_of_a_spec(target) else declared(target, width)
+        if is_name_of_a_spec(target):
+            yield from described(find_spec(target), width)
+        else:
+            yield from declared(target, width)

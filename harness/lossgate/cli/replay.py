@@ -33,18 +33,19 @@ def replay(
     """Judge the problem of a failure file again.
 
     Args:
-        files: A failure file, as verify writes it, or several, of which each has a line; with --all
-            a folder of them, by default .lossgate. They name code, which is run: replay only files
-            that you trust.
+        files: Failure files that verify wrote. If there are several, each gets one line. With --all
+            a folder of failure files, by default .lossgate. The files name code that is run, so
+            replay only files that you trust.
         all_: Judge the problems of all failure files in a folder, and print a line for each.
-        candidate: Judge this one (file.py:name) instead of the one that the file names.
-        trust: Run the candidate that the file names although it lies outside the working folder.
+        candidate: Judge this candidate (file.py:name) instead of the one that the file names.
+        trust: Run the candidate that the file names, even if it lies outside the working folder.
         world: Where ranks run: simulated, gloo, nccl or torchrun. By default where the problem
             failed.
-        timeout: Seconds that a rank may take to the next collective or, if it is a process, to
-            return. Then it counts as hanging.
-        script: Judge nothing, and write this file: a script that calls the kernel with the same
-            numbers and shows what it gives beside what is right. It needs torch and the kernel.
+        timeout: Seconds that a rank may take until its next collective or, if it is a process,
+            until it returns. After that it counts as hanging.
+        script: Judge nothing, but write this script. It calls the kernel with the same numbers, and
+            prints what the kernel returns next to what is right. It needs only torch and the
+            kernel.
     """
     from lossgate.base.errors import UsageError
 
@@ -68,13 +69,13 @@ def replay(
 
 
 class _How:
-    """How failure files are replayed."""
+    """Replays failure files in the way that the options of the command ask for."""
 
     def __init__(self, candidate: str | None, world: str | None, timeout: float | None, trust: bool) -> None:
         self._candidate, self._world, self._timeout, self._trust = candidate, world, timeout, trust
 
     def one(self, file: Path) -> int:
-        """Replays one; prints all of what came of it, and returns the exit code."""
+        """Replays a single file, prints the whole result, and returns the exit code."""
         from lossgate.reports.describe import print_replayed
         from lossgate.worlds.base import WorldLost
 
@@ -92,7 +93,7 @@ class _How:
         return driven(self._world or failure.world, body)
 
     def all_in(self, folder: Path) -> int:
-        """Replays those in a folder; prints a line for each, and returns the worst exit code.
+        """Replays all files in a folder, prints a line for each, and returns the worst exit code.
 
         Raises:
             UsageError: if there is no such folder.
@@ -101,26 +102,27 @@ class _How:
 
         if not folder.is_dir():
             raise UsageError(
-                f"{folder}: no such folder; verify writes failure files to .lossgate, or where --failures says: "
-                "lossgate replay --all FOLDER"
+                f"{folder}: no such folder; verify writes failure files to .lossgate, or to the folder of its "
+                "--failures, so run: lossgate replay --all FOLDER"
             )
         return self.each(sorted(folder.glob("*.json")), f" in {folder}")
 
     def each(self, files: Sequence[Path], where: str = "") -> int:
-        """Replays several; prints a line for each, and returns the worst exit code."""
+        """Replays several files, prints a line for each, and returns the worst exit code."""
         return driven(self._world or "simulated", lambda: self._each(files, where))
 
     def _each(self, files: Sequence[Path], where: str) -> int:
         from lossgate.base.spelling import counted
 
-        codes = Counter[Exit](self._line_of(file) for file in files)
-        order = (Exit.DISAGREE, Exit.USAGE, Exit.INCONCLUSIVE, Exit.AGREE)
-        found = ", ".join(f"{codes[code]} {_WORDS[code]}" for code in reversed(order) if codes[code])
-        print(f"{counted(len(files), 'failure file')}{where}{': ' if found else ''}{found}")
-        return next((code for code in order if codes[code]), Exit.AGREE)
+        codes = Counter[Exit](self._replay_in_a_line(file) for file in files)
+        worst_first = (Exit.DISAGREE, Exit.USAGE, Exit.INCONCLUSIVE, Exit.AGREE)
+        title = f"{counted(len(files), 'failure file')}{where}"
+        counts = ", ".join(f"{codes[code]} {_WORDS[code]}" for code in reversed(worst_first) if codes[code])
+        print(f"{title}: {counts}" if counts else title)
+        return next((code for code in worst_first if codes[code]), Exit.AGREE)
 
-    def _line_of(self, file: Path) -> Exit:
-        """Replays one of several; prints a line, and returns its exit code."""
+    def _replay_in_a_line(self, file: Path) -> Exit:
+        """Replays one of several files, prints a line, and returns the exit code of the file."""
         from lossgate.base.errors import UsageError
         from lossgate.reports.describe import print_replayed_file
         from lossgate.worlds.base import WorldLost
@@ -137,7 +139,7 @@ class _How:
         return _code(outcome)
 
     def write_script(self, file: Path, script: Path) -> int:
-        """Writes the script of one."""
+        """Writes a script that calls the kernel on the problem of a failure file."""
         from lossgate.reports.reproducer import write_script
 
         write_script(self._read(file), self._candidate, script)
@@ -165,7 +167,7 @@ _WORDS = {
     Exit.USAGE: "not replayed",
     Exit.DISAGREE: "DISAGREE",
 }
-"""What the summary calls each exit code."""
+"""The words for each exit code in the summary."""
 
 
 def _code(outcome: Replayed) -> Exit:

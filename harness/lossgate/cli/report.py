@@ -27,8 +27,8 @@ def report(
 
     Args:
         files: Files that verify --evidence wrote, or folders with such files (*.jsonl).
-        cell: Show all that is known of the cells with this name, or of this candidate, where *
-            stands for any text; may be repeated.
+        cell: Show everything about the cells with this name, or about the cells of this candidate;
+            * stands for any text; may be repeated.
         html: Write a page about the cells to this file.
     """
     from lossgate.base.errors import UsageError
@@ -39,19 +39,24 @@ def report(
         raise UsageError("report: nothing named; expected files or folders that verify --evidence wrote")
     kept, patterns = KeptRecords(), cell or ["*"]
 
+    def is_named(key: CellKey) -> bool:
+        return any(key.matches(pattern) for pattern in patterns)
+
     def keep(record: CellRecord, where: Where) -> None:
-        if any(record.key.matches(pattern) for pattern in patterns):
+        if is_named(record.key):
             kept.keep(record, where)
 
     gathered = gather(files, keep if cell or html else None)
-    named = [key for key in gathered.cells if any(key.matches(pattern) for pattern in patterns)]
+    named = [key for key in gathered.cells if is_named(key)]
     found = troubles(gathered)
     if cell:
         _print_cells(gathered, kept, named, found, patterns)
     else:
         _print_all(gathered, found)
     code = exit_code(gathered, named, found)
-    return write_outputs({"html": (html, lambda: _page(gathered, kept))} if html is not None else {}, code)
+    if html is None:
+        return code
+    return write_outputs({"html": (html, lambda: _page(gathered, kept))}, code)
 
 
 def _print_all(gathered: Gathered, troubles: Sequence[str]) -> None:
@@ -68,10 +73,10 @@ def _print_cells(
     troubles: Sequence[str],
     patterns: Sequence[str],
 ) -> None:
-    """Prints all that is known of some cells.
+    """Prints everything that is known about the named cells.
 
     Raises:
-        UsageError: if there are cells, and none is named.
+        UsageError: if there are cells, but none of them is named.
     """
     from lossgate.base.errors import UsageError
     from lossgate.reports.cell_story import print_story
@@ -80,7 +85,7 @@ def _print_cells(
 
     if gathered.cells and not named:
         raise UsageError(
-            f"--cell {' '.join(patterns)}: no cell has such a name; expected that of a candidate or of a cell, "
+            f"--cell {' '.join(patterns)}: no cell has such a name; expected the name of a candidate or of a cell, "
             f"where * stands for any text: {listed(list(gathered.cells))}"
         )
     console, newest = make_console(), kept.newest()
@@ -90,9 +95,9 @@ def _print_cells(
 
 
 def exit_code(gathered: Gathered, cells: Iterable[CellKey], troubles: Sequence[str]) -> Exit:
-    """Returns the code of the worst of the newest results.
+    """Returns the exit code of the worst of the newest results.
 
-    A line that contradicts its own numbers is no disagreement: it is no evidence.
+    A record that contradicts its own numbers counts as no evidence, and not as a disagreement.
     """
     from lossgate.reports.evidence_table import trusted
 

@@ -20,7 +20,7 @@ app.command(_spec)
 
 @_spec.command
 def check(*targets: str) -> int:
-    """Judge references: are they fit to judge kernels by? Each failure says what to change.
+    """Judge whether references are fit to judge kernels by. Each failure says what to change.
 
     Args:
         targets: Files (file.py), modules (package.module), one spec of either (file.py:name), or
@@ -34,13 +34,15 @@ def check(*targets: str) -> int:
 
     if not targets:
         raise UsageError("spec check: nothing named; expected files with specs, such as my_loss.py, or names of specs")
-    specs, console, code = [spec for target in targets for spec in find_specs(target)], make_console(), Exit.AGREE
+    specs = [spec for target in targets for spec in find_specs(target)]
+    console, code = make_console(), Exit.AGREE
     for spec in specs:
         console.print(f"spec {spec.name}", markup=False)
         failed = 0
         for outcome in check_spec(spec):
             _show(outcome, console)
-            failed += not outcome.passed
+            if not outcome.passed:
+                failed += 1
         if failed:
             code = Exit.DISAGREE
             console.print(f"spec {spec.name} is not fit to judge kernels by: see {failed} FAIL above", markup=False)

@@ -58,23 +58,23 @@ def verify(
     Args:
         targets: Files (file.py), modules (package.module), or one candidate of either
             (file.py:name).
-        layout: A layout, such as tp=2,cp=2 or single; may be repeated. By default few layouts
+        layout: A layout, such as tp=2,cp=2 or single; may be repeated. By default a few layouts
             of at most --ranks ranks that cover what differs; see --matrix.
         dtype: float32, bfloat16 or float16; may be repeated. By default all that a candidate takes.
-        size: Try a problem of this size in each cell, too: tokens, width of the hidden states, and
-            vocabulary, such as 4096x1024x32768; may be repeated. That one takes minutes.
+        size: Also try a problem of this size in each cell: tokens, width of the hidden states, and
+            vocabulary, such as 4096x1024x32768, which takes minutes; may be repeated.
         property: A property, such as agreement or frozen-inputs; may be repeated. By default all
-            that apply; lossgate list shows them. Without agreement each has cells of its own, in
-            which all problems are tried.
-        only: Verify only the candidate of this name, of all that the files hold; may be repeated.
-        keyword: Verify only the cells whose names match, as in pytest: 'bfloat16 and not dp'. A
-            name is my_kernel[agreement-cp=2-float32].
+            that apply; lossgate list shows them. If agreement is not among them, each property has
+            cells of its own, and is checked on all problems.
+        only: Verify only the candidate with this name; may be repeated.
+        keyword: Verify only the cells whose names match an expression like those of pytest:
+            'bfloat16 and not dp'. An example of a name is my_kernel[agreement-cp=2-float32].
         fail_fast: Stop after the first cell that disagrees.
-        quiet: Show only what does not pass, and the summary.
-        verbose: Show every cell, all that disagree in full, all that kernels print, and what the
-            work cost.
-        no_cache: Draw all problems anew and ask what they show. Nothing that is kept or that came
-            along is believed, and nothing is kept.
+        quiet: Show only the cells that do not pass, and the summary.
+        verbose: Show every cell, all disagreements in full, all output of kernels, and how much
+            work the run took.
+        no_cache: Draw all problems anew, and find out anew which mistakes they show. Nothing is
+            read from the cache or from the decks that come with lossgate, and nothing is kept.
         profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
         examples: Problems for each cell. A cell is one candidate, layout and dtype.
         ranks: Ranks of the largest layout.
@@ -84,12 +84,12 @@ def verify(
             process each), or torchrun (the processes that torchrun has launched).
         device: Where ranks compute: cpu (the default) or cuda.
         seed: Another seed draws other problems.
-        timeout: Seconds that a rank may take to the next collective or, if it is a process, to
-            return. Then it counts as hanging.
+        timeout: Seconds that a rank may take until its next collective or, if it is a process,
+            until it returns. After that it counts as hanging.
         jobs: Processes side by side; 0 for one on each core.
-        evidence: Append what lossgate gate reads to this file: a JSON line for each cell.
+        evidence: Append evidence for lossgate gate to this file: a JSON line for each cell.
         failures: Folder for failure files.
-        shard: Verify one of several even parts of the matrix, such as 3/8; the parts are the same
+        shard: Verify one of several even parts of the matrix, such as 3/8. The parts are the same
             on every machine.
     """
     from lossgate.adequacy.store import ANEW, FOLDER
@@ -98,15 +98,15 @@ def verify(
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
     if no_cache:
-        os.environ[FOLDER], os.environ[ANEW] = "", "yes"  # workers have the environment of now
+        os.environ[FOLDER], os.environ[ANEW] = "", "yes"  # before load: workers inherit the environment
     load()
 
     from lossgate.engine.cell_selection import Selection
     from lossgate.engine.settings import load_settings
     from lossgate.engine.shards import Shard
 
-    named = {"layouts": layout, "dtypes": dtype, "sizes": size, "properties": property}
-    lists: dict[str, Any] = {name: tuple(given) if given else None for name, given in named.items()}
+    given = {"layouts": layout, "dtypes": dtype, "sizes": size, "properties": property}
+    lists: dict[str, Any] = {name: tuple(values) if values else None for name, values in given.items()}
     settings = load_settings(
         profile,
         examples=examples,
@@ -134,7 +134,7 @@ def verify(
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """What is to be verified, and how it is shown."""
+    """The options of the command, checked and converted."""
 
     targets: Sequence[str]
     only: Sequence[str]
@@ -152,11 +152,13 @@ def _volume(quiet: bool, verbose: bool) -> Volume:
 
     if quiet and verbose:
         raise UsageError("-q and -v: expected one of them; -q shows less than by default, and -v more")
-    return Volume.QUIET if quiet else Volume.VERBOSE if verbose else Volume.NORMAL
+    if quiet:
+        return Volume.QUIET
+    return Volume.VERBOSE if verbose else Volume.NORMAL
 
 
 def _verify(wanted: _Wanted, evidence: Path | None) -> int:
-    """Verifies until it is done or a signal asks to stop; returns the exit code."""
+    """Verifies until all is done or a signal stops it. Returns the exit code."""
     tally = _Tally(evidence)
     with ended_by_signals(tally.stop):
         _run(wanted, tally)
@@ -174,9 +176,9 @@ class _Tally:
 
     @property
     def code(self) -> Exit:
-        """A run whose evidence is lost has no success."""
-        lost = self.file is not None and self.file.error is not None
-        return Exit.USAGE if lost and self.verdict is not Exit.DISAGREE else self.verdict
+        """The exit code. A run that could not write its evidence does not succeed."""
+        evidence_lost = self.file is not None and self.file.error is not None
+        return Exit.USAGE if evidence_lost and self.verdict is not Exit.DISAGREE else self.verdict
 
     def __call__(self, event: Event) -> None:
         from lossgate.engine.events import CellFinished, RunFinished, RunStarted
@@ -186,15 +188,16 @@ class _Tally:
         elif isinstance(event, CellFinished):
             self._done += 1
         elif isinstance(event, RunFinished):
-            code = exit_code(event.results)
-            self.verdict = Exit.INCONCLUSIVE if event.stopped and code is Exit.AGREE else code
+            self.verdict = exit_code(event.results)
+            if event.stopped and self.verdict is Exit.AGREE:
+                self.verdict = Exit.INCONCLUSIVE
 
     def stop(self, signal: str) -> None:
-        """Says how far the run came before a signal stopped it."""
+        """Prints how far the run came before a signal stopped it."""
         if self.terminal is not None:
             self.terminal.close()
-        written = self.file is not None and self.file.error is None and self._done
-        kept = f"; their evidence is in {self.evidence}" if written else ""
+        has_evidence = self.file is not None and self.file.error is None and self._done
+        kept = f"; their evidence is in {self.evidence}" if has_evidence else ""
         print(f"lossgate: stopped by {signal} after {self._done} of {self._cells} cells{kept}", file=sys.stderr)
 
 
@@ -229,10 +232,10 @@ def _run(wanted: _Wanted, tally: _Tally) -> None:
 
 
 def _chosen(candidates: Sequence[Candidate], only: Sequence[str]) -> list[Candidate]:
-    """Returns the candidates with some names; all if none is named.
+    """Returns the candidates with the names in ``only``, or all if it is empty.
 
     Raises:
-        UsageError: if none has one of the names.
+        UsageError: if no candidate has one of the names.
     """
     from lossgate.base.errors import UsageError
     from lossgate.base.spelling import nearest
@@ -245,7 +248,7 @@ def _chosen(candidates: Sequence[Candidate], only: Sequence[str]) -> list[Candid
 
 
 def exit_code(results: Iterable[CellResult]) -> Exit:
-    """Returns the code of the worst cell; known failures count as agreed."""
+    """Returns the exit code of the worst cell. Expected known failures count as agreed."""
     from lossgate.engine.cell_record import Verdict
 
     verdicts = {Verdict.AGREE if result.record.passes else result.verdict for result in results}

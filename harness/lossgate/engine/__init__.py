@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From candidates to verdicts: plan, search, run, conclude; and failures to replay."""
+"""Plans the cells of candidates, runs them and concludes their verdicts. Also replays failures."""

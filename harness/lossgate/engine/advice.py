@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would show more, where a verdict says too little."""
+"""Advice for inconclusive verdicts: how many problems are enough, or what would help instead."""
 
 from collections.abc import Sequence
 from math import ceil, isfinite
@@ -8,92 +8,109 @@ from lossgate.engine.survivors import Tried
 from lossgate.judge.pooling import LARGEST_MDE, Pooled, sigmas
 
 _MOST = 2000
-"""Problems beyond which nobody waits for a cell."""
+"""The most problems to advise. Nobody waits for a cell with more."""
 _FEW = 4
-"""Problems of which the noise of a pool can be judged."""
+"""The fewest problems from which the noise of a pool can be extrapolated."""
 _ENOUGH = 20
-"""Problems that tell that more hardly help: what none of 20 shows, fewer than 15% of all show, with
-a confidence of 95%."""
+"""The number of problems after which more hardly help. What none of 20 shows, fewer than 15% of all
+problems show, with a confidence of 95%.
+"""
 _ROUNDS = 4
-"""Rounds that draw problems for what is missing. A single one draws none."""
+"""The number of rounds to advise. The first round draws no problems for what is missing."""
 
 
 def to_detect(pooled: Pooled, problems: int) -> str:
-    """Returns what to do about an output in whose scale too small an error would not show.
+    """Returns advice on an output if an error in its scale may be too small to be detected.
 
-    The noise of the pool falls with the root of the number of problems. What is left of its limit
-    is what rounding does to each result alike, and does not fall.
+    The limit has two parts. The noise of the pool falls with the root of the number of problems.
+    The rest is rounding that is alike in each result, and does not fall.
 
     Args:
         pooled: the output, pooled.
-        problems: how many were tried. Some say nothing of the output.
+        problems: how many were tried, also those that say nothing about the output.
     """
     if pooled.problems < _FEW:
         return f"only {pooled.problems} of {problems} problems say something about it; raise --examples"
     noise = float(sigmas(pooled.problems)) * pooled.sd
-    left = LARGEST_MDE - (pooled.limit - noise)
-    needed = problems * ((noise + abs(pooled.scale)) / left) ** 2 if left > 0 else float("inf")
-    if needed <= _MOST:
-        return f"raise --examples to about {_rounded_up(needed)}"
-    finer = (
-        "compute gradients in a finer dtype"
-        if pooled.output.kind == "gradient"
-        else f"compute or return {pooled.output} in a finer dtype"
+    fixed = pooled.limit - noise
+    left_for_noise = LARGEST_MDE - fixed
+    if left_for_noise > 0:
+        needed = problems * ((noise + abs(pooled.scale)) / left_for_noise) ** 2
+        if needed <= _MOST:
+            return f"raise --examples to about {_rounded_up(needed)}"
+    of_gradient = pooled.output.kind == "gradient"
+    what = "compute gradients" if of_gradient else f"compute or return {pooled.output}"
+    return (
+        "more problems hardly help, because of the rounding that Precision declares: "
+        f"{what} in a finer dtype, and declare so"
     )
-    return f"more problems hardly help, because of the rounding that Precision declares: {finer}, and declare so"
 
 
 def to_compare(problems: int, *, too_noisy: bool = False) -> str:
-    """Returns what to do about an output whose scale was not compared.
+    """Returns advice on an output whose scale was not compared.
 
     Args:
         problems: how many were tried.
-        too_noisy: rounding explains even a result of zero; otherwise the output was zero.
+        too_noisy: whether rounding explains even a result of zero. Otherwise the output was zero.
     """
     if problems < _ENOUGH:
         return f"raise --examples to {_ENOUGH}"
     if too_noisy:
-        return f"more than these {problems} problems hardly help: compute in a finer dtype, and declare so"
-    return f"more than these {problems} problems hardly help: add to supports a choice with which it is not zero"
+        return f"more problems than these {problems} hardly help: compute in a finer dtype, and declare so"
+    return f"more problems than these {problems} hardly help: support a choice with which it is not zero"
 
 
 def to_kill(tried: Sequence[Tried], problems: int, option: str) -> str:
-    """Returns what to do about option mutants that survive.
+    """Returns advice on surviving option mutants of one choice.
 
     Args:
-        tried: of each mutant of one choice, what the problems said that were given this choice.
+        tried: for each mutant, how close the problems with the choice came to killing it.
         problems: how many problems were tried.
-        option: the option.
+        option: the name of the option.
     """
     drop = f"or drop {option} from supports"
-    far = min(tried, key=lambda one: one.closest, default=None)
-    given = far.problems if far is not None else 0
-    if far is not None and given >= _ENOUGH and far.closest < 1:
-        if not far.change:
-            return f"both give the same in all {given} problems with it; support what makes them differ, {drop}"
-        explained = f"{far.least:.2g}" if isfinite(far.least) else "any difference"
-        return (
-            f"they differ by {far.change:.2g} in the problem that showed most, out of {given} with it, and rounding "
-            f"explains {explained}. More problems hardly help: compute in a finer dtype and declare so, {drop}"
-        )
+    farthest = min(tried, key=lambda one: one.closest, default=None)
+    if farthest is not None and farthest.problems >= _ENOUGH and farthest.closest < 1:
+        return f"{_why_more_hardly_help(farthest)}, {drop}"
+    given = farthest.problems if farthest is not None else 0
+    # If few problems have the choice, a proportional number of problems has enough of them.
     needed = problems * _ENOUGH / given if 0 < given < _ENOUGH else 4 * problems
     if needed > _MOST:
-        return f"none of {problems} problems showed that, and more hardly help; support what makes them differ, {drop}"
-    return f"{given} of {problems} problems have it; raise --examples to about {_rounded_up(needed)}, {drop}"
+        return (
+            f"none of {problems} problems showed the difference, and more hardly help; support what makes them "
+            f"differ, {drop}"
+        )
+    return f"{given} of {problems} problems have this choice; raise --examples to about {_rounded_up(needed)}, {drop}"
+
+
+def _why_more_hardly_help(tried: Tried) -> str:
+    """Returns why enough problems did not kill a mutant, and what helps instead."""
+    if not tried.change:
+        return (
+            f"both choices give the same in all {tried.problems} problems with this choice; "
+            "support what makes them differ"
+        )
+    explained = f"{tried.least:.2g}" if isfinite(tried.least) else "any difference"
+    return (
+        f"of {tried.problems} problems with this choice, the one that came closest to showing the difference has a "
+        f"difference of {tried.change:.2g}, and rounding explains {explained}. More problems hardly help: "
+        "compute in a finer dtype and declare so"
+    )
 
 
 def to_reach(drawn: int) -> str:
-    """Returns what to do about a coverage goal that no problem reached.
+    """Returns advice on a coverage goal that no problem reached.
 
     Args:
         drawn: how many problems were drawn for it, in rounds after the first.
     """
     if not drawn:
         return f"no problem was drawn for it; set rounds to {_ROUNDS} or more"
-    return f"none of {drawn:,} problems that were drawn for it does, and more hardly help"
+    return f"none of {drawn:,} problems that were drawn for it reaches it, and more hardly help"
 
 
 def _rounded_up(count: float) -> int:
-    """Rounds a number of problems up, to two digits."""
-    step = 10 ** max(0, len(str(int(count))) - 2)
+    """Rounds a number of problems up to two significant digits."""
+    digits = len(str(int(count)))
+    step = 10 ** max(0, digits - 2)
     return ceil(count / step) * step

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds one case to a property, and records what came of it."""
+"""Checks a property on one case, and records the result."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,43 +23,40 @@ from lossgate.worlds.base import RankFailure, RankRaised
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """What came of one case.
-
-    It holds no tensors, so that it can be kept and sent to another process.
-    """
+    """The result of one case. It has no tensors, so it can be kept and sent to other processes."""
 
     problem: Problem
     comparisons: tuple[Comparison, ...] = ()
     findings: tuple[str, ...] = ()
-    """What is wrong, in words; nothing if the property holds."""
+    """What is wrong, in words. It is empty if the property holds."""
     covered: frozenset[str] = field(default_factory=frozenset)
     """The coverage goals that the problem reaches."""
     killed: frozenset[str] = field(default_factory=frozenset)
     """The option mutants that it kills, by name."""
     faults: tuple[str, ...] = ()
-    """The findings that are no comparison of outputs."""
+    """The findings that do not come from comparing outputs."""
     failure: str | None = None
-    """The kind of error that ended it before its outputs could be compared: a ``RankFailure``, a
+    """The kind of error that ended the case before outputs could be compared: a ``RankFailure``, a
     ``CandidateError`` or a crash."""
     raised: tuple[str, str] | None = None
     """The type of the exception that a rank raised, and the line."""
     unstable: bool = False
-    """It disagreed, and did not when it was run again in the same process."""
+    """Whether the case disagreed at first, but not when it was run again in the same process."""
     held_to: str = "agreement"
-    """The property that was checked."""
+    """The name of the property that was checked."""
     fits: bool = True
     """Whether the problem says anything about the property. If not, nothing was checked."""
     said: Mapping[str, Said] = field(default_factory=dict)
-    """What the problem says of the mistakes that the property is there to find."""
+    """Whether the problem would show each of the property's own mistakes, by their sentences."""
     resources: Resources = field(default_factory=dict)
-    """What the call used, if the property measures that."""
+    """The memory and traffic of the call, if the property measures them."""
     side_by_side: tuple[str, ...] = ()
-    """What was got beside what is wanted, in the entries that are farthest off."""
+    """Lines with the entries that are farthest off: their value, and the value of the reference."""
     earlier: tuple[Problem, ...] = ()
-    """The problems after which it disagrees, if it does so only after others."""
+    """Problems that must run first for the case to disagree. Empty if it needs none."""
 
     todo: str = ""
-    """What to do about it, in words, if its property says so."""
+    """What to do about the failure, in words; "" if the property gives no advice."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -68,27 +65,32 @@ class CaseResult:
 
     @property
     def says_what_to_do(self) -> bool:
-        """Whether the findings do so themselves, whatever property they are of."""
+        """Whether the findings themselves say what to do, so that no advice need be added."""
+        if self.failure == CandidateError.__name__:
+            return True
         wrong = [comparison for comparison in self.comparisons if not comparison.agrees]
-        lost = [any(KEEPS_THE_GRAPH in fault for fault in comparison.faults) for comparison in wrong]
-        return self.failure == CandidateError.__name__ or (any(lost) and all(lost) and not self.faults)
+        lost_graph = [any(KEEPS_THE_GRAPH in fault for fault in comparison.faults) for comparison in wrong]
+        return bool(wrong) and all(lost_graph) and not self.faults
 
     @property
     def symptoms(self) -> tuple[str, ...]:
-        """What identifies it: outputs that disagree, other faults, or how the ranks failed."""
+        """The outputs that disagree and other faults, or how the ranks failed."""
         if self.failure:
             return (self.failure,)
-        return (*sorted(str(c.output) for c in self.comparisons if not c.agrees), *self.faults)
+        return (*sorted(self._wrong_outputs), *self.faults)
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What tells two failures apart: the outputs that disagree, or how the ranks failed, with
-        the type of an exception. Other faults count as one, as their words may hold numbers.
+        """The kinds of failure: the outputs that disagree, or how the ranks failed, with the type
+        of an exception. All other faults are one kind, because their words may hold numbers.
         """
         if self.failure:
             return frozenset((f"{self.failure} {self.raised[0]}" if self.raised else self.failure,))
-        wrong = {str(c.output) for c in self.comparisons if not c.agrees}
-        return frozenset(wrong | {"fault"} if self.faults else wrong)
+        return frozenset((*self._wrong_outputs, "fault") if self.faults else self._wrong_outputs)
+
+    @property
+    def _wrong_outputs(self) -> list[str]:
+        return [str(comparison.output) for comparison in self.comparisons if not comparison.agrees]
 
     @property
     def agrees(self) -> bool:
@@ -131,14 +133,14 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
 
 
 _OUTPUTS = 3
-"""So many of the outputs that disagree are shown."""
+"""The most outputs whose entries are shown."""
 _ENTRIES = 2
-"""So many entries of each, those that are farthest off."""
+"""The most entries that are shown of each output."""
 
 
 def side_by_side(case: Case) -> tuple[str, ...]:
-    """Returns lines with the entries of a case that are farthest off: what was got, and what is
-    wanted.
+    """Returns lines with the entries of a case that are farthest off: their value, and the value
+    of the reference.
 
     Entries are those of whole outputs, with ranks put together and padding dropped.
     """
@@ -147,18 +149,23 @@ def side_by_side(case: Case) -> tuple[str, ...]:
 
 
 def _entries(case: Case, output: Output) -> Iterator[str]:
-    got, want, counted = case.result.outputs[output], case.oracle.reference[output], case.oracle.compared(output)
+    """Yields a line for each of the entries of an output that are farthest off."""
+    got, want = case.result.outputs[output], case.oracle.reference[output]
+    shape = got.shape
     off = (got - want).abs().nan_to_num(nan=torch.inf)
-    off = off.masked_fill((got == want) | (got.isnan() & want.isnan()), 0.0)
-    if counted is not None:
-        off = off * counted
-    for number in off.flatten().topk(min(_ENTRIES, off.numel())).indices.sort().values:
-        if off.flatten()[number] > 0:
-            numbers = f"got {float(got.flatten()[number]):.9g}, want {float(want.flatten()[number]):.9g}"
-            yield f"{_entry(output, number, off)}: {numbers}"
+    off = off.masked_fill((got == want) | (got.isnan() & want.isnan()), 0.0)  # also equal infinities and NaNs
+    compared = case.oracle.compared(output)
+    if compared is not None:
+        off = off * compared
+    off, got, want = off.flatten(), got.flatten(), want.flatten()
+    for number in off.topk(min(_ENTRIES, off.numel())).indices.sort().values:
+        if off[number] > 0:
+            place = _place(output, number, shape)
+            yield f"{place}: got {float(got[number]):.9g}, want {float(want[number]):.9g}"
 
 
-def _entry(output: Output, number: Tensor, of: Tensor) -> str:
-    """Returns an entry in words, such as "grad of weight, vocab 3, hidden 0"."""
-    at = torch.unravel_index(number, of.shape) if of.dim() else ()
-    return ", ".join([str(output), *(f"{dim} {int(index)}" for dim, index in zip(output.dims, at, strict=True))])
+def _place(output: Output, number: Tensor, shape: torch.Size) -> str:
+    """Returns the place of an entry in words, such as "grad of weight, vocab 3, hidden 0"."""
+    indices = torch.unravel_index(number, shape) if shape else ()
+    dims = [f"{dim} {int(index)}" for dim, index in zip(output.dims, indices, strict=True)]
+    return ", ".join([str(output), *dims])

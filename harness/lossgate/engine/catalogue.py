@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds a candidate to the properties beside agreement, on a few of the problems that were tried.
+"""Checks the further properties of a cell, on a few of the problems that were tried.
 
-A property varies the call, not the problem: whether a frozen weight or a second backward is handled
-hangs little on the numbers. So a few problems are enough, and each cell takes others.
+All properties but agreement are further properties. They vary the call and not the problem: whether
+a kernel handles a frozen weight or a second backward hardly depends on the numbers. So a few
+problems are enough, and each cell takes other ones.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from zlib import crc32
+
+from msgspec.structs import replace
 
 from lossgate.adequacy.entry import Placed
 from lossgate.base.errors import CandidateError
@@ -27,59 +31,68 @@ from lossgate.properties.registry import Resources, Said
 from lossgate.worlds.base import Hang, RankFailure, World, WorldLost
 
 _FEW_TOKENS = 256
-"""Longer problems are for agreement: dozens of calls of each would take most of a cell's time."""
+"""The most tokens of a problem. Properties call a kernel dozens of times, and longer problems would
+take most of a cell's time.
+"""
 _PROBES = 4
-"""Problems that properties share, so that each is run plainly once."""
+"""The number of problems that all properties share. Their plain call is made once for all."""
+
+
+@dataclass(frozen=True)
+class _Check:
+    """The check of one property, which grows with each problem."""
+
+    held_to: Property
+    cases: list[CaseResult] = field(default_factory=list)
+    """The results so far."""
+    said: list[SaidByProblem] = field(default_factory=list)
+    """Whether each problem so far would show the property's own mistakes."""
 
 
 class Catalogue:
-    """The properties beside agreement of one cell."""
+    """The further properties of one cell."""
 
     def __init__(self, cell: Cell, world: World, settings: Settings, search: Search) -> None:
-        """Prepares to hold a candidate to the properties.
-
-        Args:
-            cell: whose ``also`` names them.
-            world: where the ranks run.
-            settings: say on how many problems each is checked.
-            search: has the problems on which the candidate agrees, and others of the same deck.
-        """
+        """Prepares to check the properties in ``cell.also``, on problems of the search."""
         self._cell, self._world, self._settings, self._search = cell, world, settings, search
         tried = [one for one in search.placed if one.problem.tokens <= _FEW_TOKENS] or search.placed
-        start = crc32(str(cell).encode()) % len(tried) if tried else 0
-        self._tried = [*tried[start:], *tried[:start]]
+        self._tried = _starting_at(str(cell), tried)
         self._cases: dict[int, Case] = {}
         self.failure: CaseResult | None = None
-        """The smallest problem found on which the first property that fails does so."""
+        """The smallest case found that breaks the first broken property."""
         self.shrink_calls = 0
         self.resources: Resources = {}
-        """What a call used, if a property measured that: on the problem of its findings, or on the
-        last."""
+        """The memory and traffic of a call on the failing problem, or else on the last problem.
+        Empty if no property measured them."""
 
     def run(self) -> tuple[PropertyRecord, ...]:
-        """Checks every property; those before the one that lost the ranks, if one did.
+        """Checks every property.
+
+        If a property fails and a later one loses the ranks, only the records before that are
+        returned.
 
         Raises:
-            WorldLost: if the ranks are lost, and no property failed before that.
+            WorldLost: if the ranks are lost before a property failed.
         """
         found: list[PropertyRecord] = []
         for held_to in self._cell.also:
             try:
-                own = self._check(held_to)
+                record = self._check(held_to)
             except WorldLost:
                 if self.failure is None:
                     raise
                 break
-            if self._search.failure is not None:  # it disagrees on a problem that was run for the property
+            if self._search.failure is not None:  # agreement failed on a problem that was run for the property
                 break
-            found.append(own)
+            found.append(record)
         return tuple(found)
 
     def _check(self, held_to: Property) -> PropertyRecord:
         if reason := self._cell.candidate.exempt.get(held_to.name):
             return PropertyRecord(name=held_to.name, exempt=reason)
-        start, cases, said = perf_counter(), list[CaseResult](), list[SaidByProblem]()
-        for placed in self._chosen(held_to, cases, said):
+        start, check = perf_counter(), _Check(held_to)
+        cases = check.cases
+        for placed in self._chosen(check):
             case = run_case(self._case(placed), held_to)
             if case.fits:
                 cases.append(case)
@@ -87,89 +100,88 @@ class Catalogue:
                 self._shrink(placed, held_to, case)
                 break
         failing = next((case for case in cases if not case.agrees), None)
+        if failing is not None and self.failure is not None and self.failure.held_to == held_to.name:
+            failing = self.failure  # it is shrunk
         margin = max((c.margin for case in cases for c in case.comparisons), default=0.0)
-        own = self.failure if failing is not None and self.failure and self.failure.held_to == held_to.name else failing
         if cases and not self.resources:
-            self.resources = (own or cases[-1]).resources
-        return PropertyRecord(
+            self.resources = (failing or cases[-1]).resources
+        record = PropertyRecord(
             name=held_to.name,
             problems=len(cases),
             comparisons=sum(len(case.comparisons) for case in cases),
             margin=share_of(margin),
             seconds=round(perf_counter() - start, 4),
-            findings=own.findings if own is not None else (),
-            on=own.problem.describe() if own is not None else "",
-            remedy="" if own is None else remedy_of(self._cell.held_to(held_to.name), own, self._world),
-            gaps=gaps_of(held_to, said),
+            gaps=gaps_of(held_to, check.said),
         )
+        if failing is None:
+            return record
+        remedy = remedy_of(self._cell.held_to(held_to.name), failing, self._world)
+        return replace(record, findings=failing.findings, on=failing.problem.describe(), remedy=remedy)
 
-    def _chosen(self, held_to: Property, cases: Sequence[CaseResult], said: list[SaidByProblem]) -> Iterator[Placed]:
-        """Yields the problems on which a property is checked.
+    def _chosen(self, check: _Check) -> Iterator[Placed]:
+        """Yields the problems on which a property is checked. The caller adds to ``check.cases``.
 
-        First come those that would show a mistake of its own which none before would: of those that
-        were tried, and then of others, which are tried now. If they are too few, further ones
-        follow, if possible such as may show a mistake.
-
-        Args:
-            held_to: the property.
-            cases: what came of those that were yielded before.
-            said: is given what each problem says of the property's own mistakes.
+        First come problems that would show one of the property's own mistakes that no problem
+        before would show. Problems that were tried come before new ones, which are tried for
+        agreement now. If these are too few, others follow; those that may show a mistake come
+        before the rest.
         """
         others = list[Placed]()
-        for placed in self._in_turn(held_to):
-            if self._shows_more(placed, held_to, said):
+        for placed in self._in_turn(check.held_to):
+            if self._shows_more(placed, check):
                 yield placed
             else:
                 others.append(placed)
-        for placed in self._further(held_to, said):
+        for placed in self._not_run(check):
             if not self._search.run_also(placed):
                 return
-            if self._shows_more(placed, held_to, said):
+            if self._shows_more(placed, check):
                 yield placed
-        if shown := shown_by(said):
-            others.sort(key=lambda one: not may_show(self._case(one), held_to, shown))
+        if shown := shown_by(check.said):
+            others.sort(key=lambda one: not may_show(self._case(one), check.held_to, shown))
         for placed in others:
-            if len(cases) >= self._settings.property_problems:
+            if len(check.cases) >= self._settings.property_problems:
                 return
             yield placed
 
-    def _further(self, held_to: Property, said: Sequence[SaidByProblem]) -> Iterator[Placed]:
-        """Yields problems that were not run and may show a mistake that none shows so far: those of
-        the deck, and then such as are drawn on purpose.
+    def _not_run(self, check: _Check) -> Iterator[Placed]:
+        """Yields problems that were not run and may show a mistake that no problem shows so far.
+
+        They come from the deck. If these are not enough, they are drawn on purpose.
         """
-        for placed in list(self._search.not_run()) if unseen(said) else ():
-            if may_show(self._case(placed), held_to, unseen(said)):
-                yield placed
-        for own in held_to.mistakes(self._cell.candidate):
-            if own.sentence not in unseen(said):
+        if unseen(check.said):
+            for placed in list(self._search.not_run()):
+                if may_show(self._case(placed), check.held_to, unseen(check.said)):
+                    yield placed
+        for mistake in check.held_to.mistakes(self._cell.candidate):
+            sentence = mistake.sentence
+            if sentence not in unseen(check.said):
                 continue
-            matters = next(case for case in self._cases.values() if own.matters(case))
-            good = partial(self._may_show, held_to, own.sentence)
-            for placed in self._search.drawn_for(f"show {own.sentence}", choice_behind(own, matters), good):
-                if own.sentence in unseen(said):
+            example = next(case for case in self._cases.values() if mistake.matters(case))
+            good = partial(self._may_show, check.held_to, sentence)
+            for placed in self._search.drawn_for(f"show {sentence}", choice_behind(mistake, example), good):
+                if sentence in unseen(check.said):
                     yield placed
 
     def _may_show(self, held_to: Property, sentence: str, placed: Placed) -> bool:
         return may_show(self._new_case(placed), held_to, [sentence])
 
-    def _shows_more(self, placed: Placed, held_to: Property, said: list[SaidByProblem]) -> bool:
-        """Returns whether a problem would show a mistake that none before would, and notes it."""
-        try:
-            said.append(said_by(self._case(placed), held_to, shown_by(said)))
-        except (RankFailure, CandidateError):  # it agreed before: the check tells what is wrong now
-            return True
-        return Said.SHOWN in said[-1].values()
-
-    def _in_turn(self, held_to: Property) -> Iterator[Placed]:
-        """Yields the problems to try: the shared ones, starting at another for each property, and
-        then the others.
+    def _shows_more(self, placed: Placed, check: _Check) -> bool:
+        """Finds out which of the property's own mistakes a problem would show. Returns whether it
+        would show one that no problem before would show.
         """
-        shared = min(_PROBES, len(self._tried))
-        start = crc32(held_to.name.encode()) % shared if shared else 0
-        yield from (*self._tried[start:shared], *self._tried[:start], *self._tried[shared:])
+        try:
+            check.said.append(said_by(self._case(placed), check.held_to, shown_by(check.said)))
+        except (RankFailure, CandidateError):  # the kernel agreed before: the check tells what is wrong now
+            return True
+        return Said.SHOWN in check.said[-1].values()
+
+    def _in_turn(self, held_to: Property) -> list[Placed]:
+        """Returns the problems to try. The shared ones come first, rotated for each property."""
+        return [*_starting_at(held_to.name, self._tried[:_PROBES]), *self._tried[_PROBES:]]
 
     def _case(self, placed: Placed) -> Case:
-        """Returns the case of a problem, which keeps what a plain call gave."""
+        """Returns the case of a problem. It is made once, because it keeps its plain call."""
         if id(placed) not in self._cases:
             self._cases[id(placed)] = self._new_case(placed)
         return self._cases[id(placed)]
@@ -178,7 +190,7 @@ class Catalogue:
         return Case(self._cell.candidate, placed.problem, self._world, placed.entry.bound)
 
     def _shrink(self, placed: Placed, held_to: Property, case: CaseResult) -> None:
-        """Makes the problem on which a property fails smaller, if it is the first that fails."""
+        """Shrinks the problem on which a property fails, if it is the first property that fails."""
         if self.failure is not None:
             return
         self.failure = case
@@ -186,4 +198,13 @@ class Catalogue:
             return
         trials = Trials(self._cell.held_to(held_to.name), self._world, self._settings)
         trials.try_problem(placed)
-        self.failure, self.shrink_calls = trials.failure or not_again(case), trials.shrink_calls
+        self.failure = trials.failure or not_again(case)
+        self.shrink_calls = trials.shrink_calls
+
+
+def _starting_at(name: str, placed: Sequence[Placed]) -> list[Placed]:
+    """Rotates a list of problems by a number that depends on a name, so that cells and properties
+    take different problems.
+    """
+    start = crc32(name.encode()) % len(placed) if placed else 0
+    return [*placed[start:], *placed[:start]]

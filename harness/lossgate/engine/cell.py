@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cell of the verdict table, what was run in it, and what came of it."""
+"""A cell of the verdict table, what was run in it, and its result."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,9 +21,7 @@ from lossgate.specs.coverage_goals import CoverageGoal
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """What is verified: one candidate, held to one property, on one layout, in one dtype, in one
-    world, on one device.
-    """
+    """A unit of verification: a candidate and a property on a layout, dtype, world and device."""
 
     candidate: Candidate
     layout: Layout
@@ -32,10 +30,12 @@ class Cell:
     world: str = "simulated"
     device: str = "cpu"
     also: tuple[Property, ...] = ()
-    """What it is held to beside, on a few of its problems, if it keeps ``property``."""
+    """Further properties, which are checked on a few of the problems if the candidate keeps
+    ``property``.
+    """
 
     def held_to(self, name: str) -> "Cell":
-        """Returns the cell with the property of a name alone."""
+        """Returns the same cell with the named property alone."""
         return self if name == self.property.name else replace(self, property=find_property(name), also=())
 
     @cached_property
@@ -49,49 +49,50 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class CellRun:
-    """What was run in a cell: its verdict follows from it."""
+    """Everything that was run in a cell. The verdict follows from it."""
 
     cell: Cell
     cases: tuple[CaseResult, ...]
-    """The cases that count, in order."""
+    """The results of the problems in order, up to the first that disagrees."""
     failure: CaseResult | None = None
     """The smallest case found that disagrees."""
     shrink_calls: int = 0
-    """Problems that were tried to make it smaller."""
+    """How many problems were tried to make the failing one smaller."""
     seconds: float = 0.0
     properties: tuple[PropertyRecord, ...] = ()
-    """What came of the properties that it was held to beside its own."""
+    """The results of the further properties."""
     surviving: Mapping[str, OptionMutant] = field(default_factory=dict)
     """The option mutants that no problem killed, by name."""
     equivalent: Collection[str] = ()
     """Option mutants that changed nothing on any problem that the candidate can be given. They need
     not be killed."""
     tried: Mapping[OptionMutant, Tried] = field(default_factory=dict)
-    """What the problems say of the mutants that survive; nothing if nobody asked."""
+    """How close the problems came to killing each surviving mutant. It is empty unless the cell is
+    inconclusive."""
     not_distinguished: tuple[str, ...] = ()
-    """Choices of options that no problem distinguished, and that none need to, in words."""
+    """Choices of options that no problem distinguished, and that need not be, in words."""
     drawn: Mapping[str, int] = field(default_factory=dict)
     """How many problems were drawn for each coverage goal that was missing."""
     mistakes: MistakesShown = NOTHING_ASKED
     """Which known mistakes the problems would have shown."""
     untried: Mapping[str, str] = field(default_factory=dict)
-    """The sizes that could not be tried, and why. More problems do not help."""
+    """The sizes that could not be tried, and why."""
     resources: Resources = field(default_factory=dict)
-    """What a call used, if a property measured that."""
+    """The memory and traffic of a call, if a property measured them."""
     diagnosis: Diagnosis | None = None
-    """What explains the disagreement, if it was looked for and enough problems tell."""
+    """The explanation of the disagreement, if there is one."""
     expected: bool = False
-    """It disagrees as a known failure says."""
+    """Whether the cell disagrees in the way that a known failure expects."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellResult:
-    """What came of a cell: its record, and what was run, for failure files and further runs."""
+    """The record of a cell, and what was run in it."""
 
     run: CellRun
     record: CellRecord
     printed: str = ""
-    """What the candidate printed, warnings among it, if it ran in another process."""
+    """The output and warnings of the candidate, if it ran in another process."""
 
     @property
     def cell(self) -> Cell:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a cell: all that is told of it, as data.
+"""The record of a cell: everything that is reported of it, as data.
 
-It is made where the cell ran. The terminal, the page, the gate and ``lossgate diff`` read it, and
-evidence writes it as it is. The string below a field is its description in the published schema.
+The record is made where the cell ran. The terminal, the page, the gate and ``lossgate diff`` read
+it, and evidence files hold it as it is. The string below a field is its description in the
+published schema.
 """
 
 import builtins
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from lossgate.engine.output_record import Count, OutputRecord, Size
 
 SCHEMA = "2.0"
-"""Version of the schema: an older reader understands another second number, not another first."""
+"""Version of the schema. A reader understands versions with the same first number."""
 
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", description="A SHA-256 in hexadecimal digits.")]
 Time = Annotated[
@@ -30,7 +31,7 @@ Time = Annotated[
 
 
 class Verdict(StrEnum):
-    """The verdict on a cell. INCONCLUSIVE: nothing wrong was seen, and not enough was seen."""
+    """The verdict on a cell. INCONCLUSIVE: nothing wrong was seen, but not enough was seen."""
 
     AGREE = "AGREE"
     DISAGREE = "DISAGREE"
@@ -38,7 +39,7 @@ class Verdict(StrEnum):
 
 
 class CellKey(Struct, frozen=True, order=True, array_like=True):
-    """What identifies a cell."""
+    """The names that identify a cell."""
 
     candidate: str
     property: str
@@ -52,17 +53,17 @@ class CellKey(Struct, frozen=True, order=True, array_like=True):
         return f"{self.candidate}[{self.property}-{self.layout}-{self.dtype}]{where}"
 
     def matches(self, pattern: str) -> bool:
-        """Returns whether a pattern names the cell, by all of its name or by that of its candidate.
+        """Returns whether a pattern matches the name of the cell or the name of its candidate.
 
         ``*`` stands for any text and ``?`` for any character. Brackets stand for themselves,
         because names of cells have them: ``nll_*[*tp=2*]``.
         """
-        literal = pattern.replace("[", "[[]")
+        literal = pattern.replace("[", "[[]")  # to fnmatch, this is a bracket and no set of characters
         return any(fnmatchcase(name, literal) for name in (str(self), self.candidate))
 
     @builtins.property
     def place(self) -> str:
-        """World and device; empty for simulated ranks on the CPU, which are usual."""
+        """World and device. It is empty for simulated ranks on the CPU, the usual place."""
         return "" if (self.world, self.device) == ("simulated", "cpu") else f"{self.world}/{self.device}"
 
 
@@ -84,47 +85,47 @@ class Failure(Struct, frozen=True, kw_only=True):
     """The problem in words."""
     findings: tuple[str, ...]
     symptoms: tuple[str, ...]
-    """What identifies the disagreement: the outputs in which it shows, or how the ranks failed."""
+    """The outputs that disagree and other faults, or how the ranks failed."""
     shrink_calls: Count = 0
-    """How many problems were tried to make it smaller."""
+    """How many problems were tried to make the failing one smaller."""
     side_by_side: tuple[str, ...] = ()
-    """What was got on it beside what is wanted, in words; the entries that are farthest off."""
+    """The entries that are farthest off, in words: their value, and the value of the reference."""
 
 
 class KnownFailureRecord(Struct, frozen=True, kw_only=True):
-    """The known failure that a candidate declares: its frozen example was judged, nothing else."""
+    """The known failure that a candidate declares. Only its frozen example was judged."""
 
     name: str
     example: Sha256
-    """Of the file with the frozen example."""
+    """The digest of the file with the frozen example."""
     expected: bool
-    """Whether it still disagrees in the same outputs."""
+    """Whether the example still disagrees in the same outputs."""
 
 
 class PropertyRecord(Struct, frozen=True, kw_only=True):
-    """A property that a cell was held to beside its own, on some of its problems."""
+    """A further property of a cell, which was checked on some of the cell's problems."""
 
     name: str
     problems: Count = 0
-    """On how many problems it was checked. 0 if none says anything about it, or if the candidate is
-    exempt."""
+    """The number of problems on which it was checked. 0 if no problem says anything about it, or if
+    the candidate is exempt."""
     comparisons: Count = 0
-    """Outputs that were compared by the judge because they had other bits than those of a plain
-    call."""
+    """The number of outputs that the judge compared, because their bits differ from those of a
+    plain call."""
     margin: Size | None = 0.0
     """The largest statistic of any comparison, as a share of its limit; null if it is infinite."""
     seconds: Size = 0.0
     findings: tuple[str, ...] = ()
-    """What is wrong, in words; nothing if it holds."""
+    """What is wrong, in words. Empty if the property holds."""
     on: str = ""
     """The problem of the findings, in words."""
     remedy: str = ""
     """What to do about the findings, in words."""
     gaps: tuple[str, ...] = ()
-    """The mistakes that it is there to find and that no problem would have shown, as reasons
-    against AGREE."""
+    """A reason against AGREE for each mistake that the property is there to find, but that no
+    problem would have shown."""
     exempt: str = ""
-    """Why the candidate is not held to it, as it declares."""
+    """Why the candidate is exempt, as it declares."""
 
     @property
     def holds(self) -> bool:
@@ -132,14 +133,14 @@ class PropertyRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def symptom(self) -> str:
-        """What identifies the failure of the property in a verdict."""
+        """The name of a failure of the property in a verdict."""
         return f"property {self.name}"
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """The findings as reasons against AGREE, and what to do."""
-        said = tuple(f"{self.symptom}: {finding}" for finding in self.findings)
-        return (*said, f"to do: {self.remedy}") if said and self.remedy else said
+        reasons = tuple(f"{self.symptom}: {finding}" for finding in self.findings)
+        return (*reasons, f"to do: {self.remedy}") if reasons and self.remedy else reasons
 
 
 class LargeProblems(Struct, frozen=True, kw_only=True):
@@ -154,11 +155,11 @@ class LargeProblems(Struct, frozen=True, kw_only=True):
 
 
 class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"):
-    """What came of a cell. Its numbers are enough to redo the verdict."""
+    """The result of a cell. Its numbers are enough to conclude the verdict again."""
 
     schema: str
     run: str
-    """The run that wrote it; empty until then."""
+    """The run that wrote the record. Empty before it is written."""
     candidate: str
     property: str
     layout: str
@@ -168,86 +169,86 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     spec: str
     head: str
     good_for: str = ""
-    """What the candidate is good for, as it declares."""
+    """The use that the candidate declares itself good for."""
     source: str
     """``file.py:name`` or ``package.module:name``."""
     source_digest: Sha256 | None = None
-    """Of the file that declares the candidate."""
+    """The digest of the file that declares the candidate."""
     source_modified: bool | None = None
-    """Whether that file differs from the commit, or is not in it; null if that is not known."""
+    """Whether the file differs from the commit, or is not in it; null if that is not known."""
     verdict: Verdict
     reasons: tuple[str, ...] = ()
-    """In words, why the verdict is not AGREE."""
+    """Why the verdict is not AGREE, in words."""
     causes: tuple[str, ...] = ()
     """What may have gone wrong and what to do, in words; the likeliest first."""
     cause: str = ""
-    """The mistake of the first of them alone; empty if none is named."""
+    """The mistake that the first cause names. Empty if it names none."""
     explains: str = ""
-    """What that mistake explains, in words."""
+    """What the mistake explains, in words."""
     problems: Count
     tokens: Count = 0
-    """Of the longest problem."""
+    """The number of tokens of the longest problem."""
     tokens_in_all: Count = 0
-    """Of all problems together."""
+    """The number of tokens of all problems together."""
     vocab: Count | None = None
-    """Of the problem with the most rows; null if the kernel has no logits."""
+    """The largest vocabulary of a problem; null if the kernel has no logits."""
     large: tuple[LargeProblems, ...] = ()
-    """The large problems, by their size."""
+    """The sizes of the large problems."""
     comparisons: Count = 0
     margin: Size | None = 0.0
     """The largest statistic of any comparison, as a share of its limit; null if it is infinite."""
     mde: float | None = None
     """The minimum detectable effect of the output with the least power; null if it is infinite."""
     symptoms: tuple[str, ...] = ()
-    """What disagrees: outputs, properties, and faults beside them."""
+    """The outputs and properties that disagree, and other faults."""
     needs_adequacy: bool
-    """Whether the property asks for goals, killed mutants and a small detectable effect."""
+    """Whether AGREE requires coverage goals, killed mutants and a small detectable effect."""
     outputs: tuple[OutputRecord, ...] = ()
     properties: tuple[PropertyRecord, ...] = ()
-    """What came of the properties beside its own."""
+    """The further properties that were checked."""
     faults: tuple[str, ...] = ()
-    """What disagreed beside outputs: how the ranks failed, or what else the property found."""
+    """Faults that are not in outputs: how the ranks failed, or what else the property found."""
     coverage: dict[str, Count] = field(default_factory=dict)
     """How many problems reach each coverage goal."""
     required: tuple[str, ...] = ()
-    """The goals that must be reached."""
+    """The coverage goals that must be reached."""
     killed: Count = 0
     """How many option mutants were killed."""
     surviving: tuple[str, ...] = ()
-    """The option mutants that no problem killed."""
+    """The option mutants that no problem killed, without equivalent ones."""
     equivalent: tuple[str, ...] = ()
-    """Those of them that no problem can kill."""
+    """The option mutants that no problem can kill."""
     not_distinguished: tuple[str, ...] = ()
-    """Choices of options that no problem distinguished, and that none need to, in words."""
+    """Choices of options that no problem distinguished, and that need not be, in words."""
     excluded: dict[str, str] = field(default_factory=dict)
-    """Scenarios and their choices that problems do not have, and why the candidate is never given
-    them, as it declares."""
+    """The scenarios and choices that the candidate excludes from its problems, and the reasons that
+    it declares."""
     gaps: tuple[str, ...] = ()
-    """The mistakes that its own property is there to find and that no problem would have shown, as
-    reasons against AGREE."""
+    """A reason against AGREE for each mistake that the cell's property is there to find, but that
+    no problem would have shown."""
     mistakes_shown: Count = 0
     """How many known mistakes the problems would have shown."""
     mistakes_surviving: tuple[str, ...] = ()
-    """In words, those that no problem shows although they change an output noticeably."""
+    """The known mistakes that change an output noticeably, but that no problem shows, in words."""
     mistakes_too_small: tuple[str, ...] = ()
-    """In words, those that no problem shows because they change outputs by little."""
+    """The known mistakes that no problem shows because they change outputs by little, in words."""
     mistakes_seconds: Size = 0.0
-    """CPU time that it took to ask."""
+    """The CPU time that it took to find out which known mistakes show."""
     untried: tuple[str, ...] = ()
     """The sizes of the settings that could not be tried, such as ``4096x1024x32768``."""
     worst: tuple[WorstExample, ...] = ()
     """The worst examples, the worst first."""
     failure: Failure | None = None
-    """Null if nothing disagrees, or only all problems pooled."""
+    """Null if no single problem disagrees. The cell may still disagree when problems are pooled."""
     known_failure: KnownFailureRecord | None = None
     replay: str | None = None
-    """The command that judges its disagreement again, if it has one."""
+    """The command that judges the disagreement again; null if there is none."""
     resources: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The most that a rank used in a call, by budget, and the budget; then the collectives by kind
-    and group, and the sizes of the problem. Empty if the candidate declares no budgets."""
+    """For each budget, the most that a rank used in a call, and the budget; then the collectives by
+    kind and group, and the sizes of the problem. Empty if the candidate declares no budgets."""
     seconds: Size = 0.0
     time: Time
-    """When it was written; empty until then."""
+    """When the record was written. Empty before that."""
 
     @builtins.property
     def key(self) -> CellKey:
@@ -255,12 +256,12 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
 
     @builtins.property
     def expected(self) -> bool:
-        """Whether it disagrees as a known failure says."""
+        """Whether the cell disagrees in the way that a known failure expects."""
         return self.known_failure is not None and self.known_failure.expected
 
     @builtins.property
     def passes(self) -> bool:
-        """Whether the cell agrees, or disagrees as a known failure says."""
+        """Whether the cell agrees, or disagrees in the way that a known failure expects."""
         return self.verdict == Verdict.AGREE or self.expected
 
     @builtins.property
@@ -275,34 +276,30 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
 
     @builtins.property
     def held_to(self) -> tuple[str, ...]:
-        """All properties beside its own that it was to be held to: those that it kept or broke,
-        those from which the candidate is exempt, and those of which no problem says anything.
+        """All further properties of the cell, also if the candidate is exempt from them or if no
+        problem says anything about them.
         """
         return tuple(one.name for one in self.properties)
 
     @builtins.property
     def kept(self) -> tuple[str, ...]:
-        """The properties that it was held to beside its own, and kept."""
+        """The further properties that were checked and that hold."""
         return tuple(one.name for one in self.properties if one.problems and one.holds)
 
     @builtins.property
     def why(self) -> str:
-        """Why it is not AGREE, what may have gone wrong, and what was got where what is wanted, in
-        one line.
-        """
+        """The reasons, the causes, and the entries that are farthest off, in one line."""
         shown = self.failure.side_by_side if self.failure is not None else ()
         return "; ".join((*self.reasons, *self.causes, *shown)) or "no reason is given"
 
 
 def with_sums(record: CellRecord) -> CellRecord:
-    """Returns a record with what follows from its numbers: margin, minimum detectable effect and
-    symptoms.
-    """
+    """Returns a record with the margin, minimum detectable effect and symptoms of its numbers."""
     return replace(record, margin=margin_of(record), mde=mde_of(record), symptoms=symptoms_of(record))
 
 
 def symptoms_of(record: CellRecord) -> tuple[str, ...]:
-    """Returns what disagrees by the numbers and faults of a record."""
+    """Returns the symptoms that follow from the numbers and faults of a record."""
     wrong = {output.name for output in record.outputs if output.disagrees}
     broken = {one.symptom for one in record.properties if not one.holds}
     of_failure = record.failure.symptoms if record.failure is not None else ()
@@ -310,7 +307,7 @@ def symptoms_of(record: CellRecord) -> tuple[str, ...]:
 
 
 def margin_of(record: CellRecord) -> float | None:
-    """Returns the largest share of a limit that the numbers of a record give; None if infinite."""
+    """Returns the largest share of a limit in the numbers of a record; None if it is infinite."""
     margin = max((max(output.margins.values()) for output in record.outputs), default=0.0)
     return None if margin == inf else margin
 
@@ -321,6 +318,7 @@ def mde_of(record: CellRecord) -> float | None:
 
     Metrics that were zero on every problem are left out.
     """
-    counted = [output for output in record.outputs if output.pooled is not None or output.must_be_compared]
-    effects = [output.pooled.mde for output in counted if output.pooled is not None]
-    return max(effects) if effects and len(effects) == len(counted) else None
+    pooled = [output.pooled for output in record.outputs if output.pooled is not None or output.must_be_compared]
+    effects = [one.mde for one in pooled if one is not None]
+    never_compared = len(pooled) - len(effects)
+    return max(effects) if effects and not never_compared else None

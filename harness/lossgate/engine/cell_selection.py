@@ -14,21 +14,22 @@ _WORDS = ("and", "or", "not")
 
 @dataclass(frozen=True)
 class Selection:
-    """An expression over the names of cells, as pytest has it: ``bfloat16 and not dp``.
+    """An expression over the names of cells, like those of pytest: ``bfloat16 and not dp``.
 
-    A word matches the cells in whose name it is: ``my_kernel[agreement-cp=2-float32]``.
+    A word matches a cell if the name of the cell contains it. An example of a name is
+    ``my_kernel[agreement-cp=2-float32]``.
     """
 
     text: str
 
     def __post_init__(self) -> None:
-        self.matches("")  # reports what is wrong with the expression
+        self.matches("")  # raises if the expression is wrong
 
     def take(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Returns the cells that are chosen.
+        """Returns the cells whose names match.
 
         Raises:
-            UsageError: if none is.
+            UsageError: if no cell matches.
         """
         chosen = [cell for cell in cells if self.matches(str(cell))]
         if not chosen:
@@ -38,10 +39,10 @@ class Selection:
         return chosen
 
     def matches(self, name: str) -> bool:
-        """Returns whether a name is chosen, in whatever case it is written.
+        """Returns whether a name matches. Upper and lower case are the same.
 
         Raises:
-            UsageError: if the expression is none.
+            UsageError: if the expression is wrong.
         """
         tokens = _TOKEN.findall(self.text)
         value, rest = self._joined("or", tokens, name.lower())
@@ -50,20 +51,22 @@ class Selection:
         return value
 
     def _joined(self, word: str, tokens: list[str], name: str) -> tuple[bool, list[str]]:
-        """Returns the value of terms that a word joins, and the tokens after them. Terms of "or"
-        are joined by "and".
+        """Returns the value of terms that are joined by "or" or "and", and the tokens after them.
+
+        "and" binds tighter: the terms between "or" may be joined by "and".
         """
 
-        def term(left: list[str]) -> tuple[bool, list[str]]:
-            return self._joined("and", left, name) if word == "or" else self._one(left, name)
+        def term(tokens: list[str]) -> tuple[bool, list[str]]:
+            return self._joined("and", tokens, name) if word == "or" else self._one(tokens, name)
 
         value, rest = term(tokens)
         while rest and rest[0] == word:
             other, rest = term(rest[1:])
-            value = value or other if word == "or" else value and other
+            value = (value or other) if word == "or" else (value and other)
         return value, rest
 
     def _one(self, tokens: list[str], name: str) -> tuple[bool, list[str]]:
+        """Returns the value of a word, a negation or parentheses, and the tokens after them."""
         if not tokens:
             raise self._error("the end")
         first, *rest = tokens

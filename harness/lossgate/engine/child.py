@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process in which candidates run, and what it leaves when it dies.
+"""A process in which candidates run and which may die.
 
-The parent believes only what the process reports as finished. Before each case the process writes
-down which problem comes, so that the parent can tell what it died of.
+Before each case the process writes down the problem. So the parent can tell which problem ended it.
 """
 
 import faulthandler
@@ -32,15 +31,15 @@ _BEAT = 1.0
 """Seconds between two signs of life."""
 _GRACE = 15.0
 """Seconds beyond the time-out of ranks after which a process without a sign of life is taken to
-hang: whatever Python can notice, the world notices first."""
+hang. Hangs that Python code can notice, the world notices before that."""
 _PRINTED = "printed"
-"""The file for what jobs print. It is there if that is to be kept."""
+"""The file for the output of jobs. It exists if the output is to be kept."""
 _MOST_PRINTED = 100_000
-"""The most characters that are kept of it."""
+"""The most characters of the output that are kept."""
 _STACK = "stack"
 """The file for Python's own report of a crash."""
 _LINES = 3
-"""The most lines of it that are shown."""
+"""The most lines of the report that are shown."""
 _WHEN = {
     Phase.NOT_CALLED: "before it called the kernel",
     Phase.IN_CALL: "on this problem",
@@ -48,46 +47,47 @@ _WHEN = {
     Phase.DONE: "after it had run this problem",
 }
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What ends a process from outside. A fault of its own has another signal."""
-_OWN = str(Path(__file__).parents[1])
+"""Signals that usually come from another process. A fault of the process sends other signals."""
+_LOSSGATE = str(Path(__file__).parents[1])
 
 
 class Job(Protocol):
     """Work for a child, as data that pickles."""
 
     def load(self) -> None:
-        """Imports the candidates. What their modules set as they are imported stays set."""
+        """Imports the candidates. State that their modules set on import is not restored."""
         ...
 
     def run(self) -> Any: ...
 
 
 class News(Enum):
-    """What a child tells while a job runs."""
+    """News from a child while a job runs."""
 
     AGREES = auto()
-    """The cell agrees with the reference. It is still held to its other properties."""
+    """The cell agrees with the reference. Its further properties are checked next."""
 
 
 _parent = list[Connection]()
-"""Where this process answers, if it is a child."""
+"""The connection to the parent, if this process is a child."""
 
 
 class ChildDied(Exception):
-    """A child ended before it had reported what it was asked for."""
+    """A child ended before it reported the result of its job."""
 
     def __init__(self, ended: str, ran: Ran | None = None, *, from_outside: bool = False) -> None:
         super().__init__(ended)
         self.ended = ended
-        """In words, after "the process": how it ended, and the lines of Python that led there."""
+        """How it ended, as words that follow "the process", and the lines of Python before that."""
         self.ran = ran
-        """What it ran, or had run last; None if it had run nothing."""
+        """The problem that it ran last; None if it had run none."""
         self.from_outside = from_outside
-        """Another process may have ended it, such as the system for want of memory."""
+        """Whether something outside may have ended it. For example, the system ends processes if
+        memory runs out."""
 
     @property
     def how(self) -> str:
-        """The same with when it ended."""
+        """How and when it ended, as words that follow "the process", with the lines of Python."""
         first, *stack = self.ended.splitlines()
         return "\n".join((f"{first} {self._when}", *stack))
 
@@ -95,13 +95,17 @@ class ChildDied(Exception):
     def _when(self) -> str:
         if self.ran is None:
             return "before it ran a problem"
-        lost = self.ran.phase is not Phase.NOT_CALLED and not self.is_by_kernel
-        return "while the kernel was not called" if lost else _WHEN[self.ran.phase]
+        after_a_call = self.ran.phase is not Phase.NOT_CALLED
+        if after_a_call and not self.is_by_kernel:
+            return "while the kernel was not called"
+        return _WHEN[self.ran.phase]
 
     @property
     def is_by_kernel(self) -> bool:
-        """Whether it died of what the kernel did: in a call of it; or later, and by itself, as of
-        memory that the kernel wrote over.
+        """Whether the kernel ended the process.
+
+        It did so if the process ended in a call of the kernel. If the process ended later, and
+        nothing outside ended it, the kernel may have overwritten memory, so it counts, too.
         """
         phase = None if self.ran is None else self.ran.phase
         return phase is Phase.IN_CALL or (phase in (Phase.BETWEEN, Phase.DONE) and not self.from_outside)
@@ -111,7 +115,7 @@ class Child:
     """A process that runs jobs, one after the other.
 
     Args:
-        captured: what jobs print is kept, and not printed; see ``printed``.
+        captured: whether the output of jobs is kept in ``printed`` and not shown.
     """
 
     def __init__(self, *, captured: bool = False) -> None:
@@ -120,18 +124,19 @@ class Child:
         if captured:
             Path(self.folder, _PRINTED).touch()
         self._process = start_process(_serve, far, dict(os.environ), self.folder, has_children=True)
-        far.close()  # else the end of the process would not end the connection
+        far.close()  # or else the connection would stay open after the process has ended
         self._beat, self._beat_seen = 0, time.monotonic()
         self._hangs = ""
         self.threads_left = 0
         """How many threads candidates have left running in it."""
 
     def start(self, job: Job) -> None:
-        with suppress(OSError):  # it has died meanwhile, which its result will tell
+        """Starts a job. ``result`` returns its result."""
+        with suppress(OSError):  # the process has died, and ``result`` will raise that
             self.connection.send(job)
 
     def check_alive(self, timeout: float) -> None:
-        """Ends the process if it gives no sign of life: C code may hold the lock of Python."""
+        """Ends the process if it gives no sign of life, because C code may hold Python's lock."""
         beat = current_case.last_beat(self.folder)
         if beat != self._beat or not beat:
             self._beat, self._beat_seen = beat, time.monotonic()
@@ -140,21 +145,21 @@ class Child:
             self._process.kill()
 
     def result(self) -> Any:
-        """Returns what a job returned, or raises what it raised; or ``News`` of a job that runs on.
+        """Waits for a job. Returns its result, or ``News`` while it runs. Raises its exception.
 
         Raises:
             ChildDied: if the process ended instead.
         """
         try:
             answer, self.threads_left = self.connection.recv()
-        except Exception:  # the connection has ended, or the candidate wrote into it
+        except Exception:  # the connection is closed, or the candidate wrote into it
             raise self._died() from None
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
     def run(self, job: Job, timeout: float) -> Any:
-        """Runs a job. Raises what ``result`` raises."""
+        """Runs a job, and returns or raises the same as ``result``."""
         self.start(job)
         while not self.connection.poll(_BEAT):
             self.check_alive(timeout)
@@ -162,9 +167,7 @@ class Child:
 
     @property
     def printed(self) -> str:
-        """What the last job printed, or the beginning of it. What modules print as they are
-        imported is not in it.
-        """
+        """The output of the last job, up to a limit, without the output of imports."""
         try:
             with Path(self.folder, _PRINTED).open(errors="replace") as file:
                 return file.read(_MOST_PRINTED)
@@ -172,7 +175,7 @@ class Child:
             return ""
 
     def end(self) -> None:
-        """Ends the process, whatever it does."""
+        """Ends the process, even in the middle of a job."""
         self._process.kill()
         self._process.join()
         self.connection.close()
@@ -196,27 +199,27 @@ def _how(exit_code: int | None) -> str:
         name = signal.Signals(-exit_code).name
     except ValueError:
         name = f"signal {-exit_code}"
-    killed = ", as the system does with one that takes too much memory," if name == "SIGKILL" else ""
-    return f"was ended by {name}{killed}"
+    by_system = ", as the system does with a process that takes too much memory," if name == "SIGKILL" else ""
+    return f"was ended by {name}{by_system}"
 
 
 def _stack(folder: str) -> str:
-    """Returns the lines of Python that led to a crash, as Python itself reports them."""
+    """Returns lines of Python's report of a crash: the frames outside lossgate."""
     try:
         lines = Path(folder, _STACK).read_text(errors="replace").splitlines()
     except OSError:
         return ""
-    found = [line for line in lines if line.startswith("  File ") and _OWN not in line]
+    found = [line for line in lines if line.startswith("  File ") and _LOSSGATE not in line]
     return "".join(f"\n{line}" for line in found[:_LINES])
 
 
 def _serve(connection: Connection, environment: Mapping[str, str], folder: str) -> None:
-    """Runs the jobs that the parent sends, until it has no more."""
+    """Runs the jobs that the parent sends, until the connection is closed."""
     start_worker(environment, lambda: remove_folder(folder))
     take_folder(folder)
     if (output := Path(folder, _PRINTED)).exists():
         print_to(str(output))
-    print_by_line()  # what a kernel printed before it crashed arrives
+    print_by_line()  # so that the output of a kernel that crashes is not lost
     current_case.open_in(folder)
     _parent[:] = [connection]
     threading.Thread(target=_beat_on, daemon=True).start()
@@ -228,13 +231,13 @@ def _serve(connection: Connection, environment: Mapping[str, str], folder: str) 
 
 
 def tell(news: News) -> None:
-    """Tells the parent something of the job that runs, if this process is a child."""
+    """Sends news about the current job to the parent, if this process is a child."""
     for connection in _parent:
         connection.send((news, 0))
 
 
 def _run(job: Job) -> tuple[Any, int]:
-    """Returns what a job returned or raised, and how many threads it has left running."""
+    """Runs a job. Returns its result or exception, and the number of threads left running."""
     threads = threading.active_count()
     current_case.none_yet()
     try:
@@ -253,7 +256,7 @@ def _run(job: Job) -> tuple[Any, int]:
 
 
 def _forget_printed() -> None:
-    """Empties the file for what is printed, if there is one."""
+    """Empties the file for the output, if there is one."""
     sys.stdout.flush()
     with suppress(OSError):
         os.truncate(Path(process_folder(), _PRINTED), 0)

@@ -32,7 +32,7 @@ from lossgate.worlds.base import RankFailure
 
 @dataclass(frozen=True, repr=False)
 class ComparedCell:
-    """What came of two kernels on one layout, in one dtype."""
+    """The results of two kernels on one layout, in one dtype."""
 
     names: tuple[str, str]
     results: tuple[CellResult, CellResult]
@@ -44,7 +44,8 @@ class ComparedCell:
     def verdict(self) -> Verdict:
         """AGREE only if the two agree with each other, and both with the reference."""
         found = [result.verdict for _, result in self._all]
-        return next((v for v in (Verdict.DISAGREE, Verdict.INCONCLUSIVE) if v in found), Verdict.AGREE)
+        worst_first = (Verdict.DISAGREE, Verdict.INCONCLUSIVE, Verdict.AGREE)
+        return next(verdict for verdict in worst_first if verdict in found)
 
     @property
     def differ(self) -> bool:
@@ -64,13 +65,14 @@ class ComparedCell:
             return f"ranks of {' and of '.join(self.wrong)} failed"
         if len(self.wrong) == 2:
             return "both are wrong, and they differ" if self.differ else "both are wrong in the same way"
+        if self.wrong and self.differ:
+            return f"they differ: {self.wrong[0]} is wrong"
         if self.wrong:
-            unseen = f"{self.wrong[0]} is wrong, by less than shows between the two"
-            return f"they differ: {self.wrong[0]} is wrong" if self.differ else unseen
+            return f"{self.wrong[0]} is wrong, but by too little to show between the two"
         if self.differ:
-            return "they differ by more than the rounding of both explains, and neither is known to be wrong"
+            return "they differ by more than the rounding of both explains, but neither is known to be wrong"
         if self.verdict is Verdict.INCONCLUSIVE:
-            return "nothing wrong was seen, and not enough was seen"
+            return "nothing wrong was seen, but not enough was seen"
         return "they agree with each other and with the reference"
 
     def __str__(self) -> str:
@@ -91,42 +93,44 @@ class ComparedCell:
             yield "the two", self.difference
 
     def _reasons(self, result: CellResult) -> tuple[str, ...]:
+        """Returns the reasons of a result. The reasons of a pooled difference are worded here, with
+        the names of both kernels.
+        """
         only_pooled = result is self.difference and self.differ and result.failure is None
         if not only_pooled:
             return result.reasons
-        return tuple(
-            line for one in pooled_outputs(result.cases) for line in explain_pooled_difference(one, *self.names)
-        )
+        pooled = pooled_outputs(result.cases)
+        return tuple(line for output in pooled for line in explain_pooled_difference(output, *self.names))
 
 
 @dataclass(frozen=True, repr=False)
 class Compared:
-    """What ``compare`` found. It prints as its verdicts, with reasons."""
+    """The result of ``compare``. It prints as its verdicts, with reasons."""
 
     names: tuple[str, str]
     spec: str
     head: str
     cells: tuple[ComparedCell, ...]
-    """One for each layout and dtype."""
+    """A cell for each layout and dtype."""
 
     @property
     def agree(self) -> bool:
         """Whether the kernels agree with each other and with the reference, everywhere.
 
-        It is False if they agree on the same mistake, and if not enough was seen.
+        It is False if both have the same mistake, or if not enough was seen.
         """
         return all(cell.verdict is Verdict.AGREE for cell in self.cells)
 
     @property
     def only_one_returns(self) -> dict[str, str]:
-        """The outputs that only one kernel returns, and its name: they are compared with the
-        reference alone.
+        """The outputs that only one kernel returns, with the name of this kernel. They are compared
+        only with the reference.
         """
         found: dict[str, str] = {}
         for cell in self.cells:
-            own, other = map(_returned, cell.results)
-            found |= dict.fromkeys(sorted(own - other), self.names[0])
-            found |= dict.fromkeys(sorted(other - own), self.names[1])
+            of_a, of_b = map(_returned, cell.results)
+            found |= dict.fromkeys(sorted(of_a - of_b), self.names[0])
+            found |= dict.fromkeys(sorted(of_b - of_a), self.names[1])
         return found
 
     def check(self) -> None:
@@ -145,7 +149,7 @@ class Compared:
 
 
 def _returned(result: CellResult) -> set[str]:
-    """Returns the outputs beside gradients that a kernel has returned."""
+    """Returns the outputs that a kernel returned, without gradients."""
     compared = (comparison for case in result.cases for comparison in case.comparisons)
     return {str(comparison.output) for comparison in compared if comparison.output.kind != "gradient"}
 
@@ -161,38 +165,40 @@ def compare(
     seed: int | None = None,
     problem: Problem | DrawnProblem | None = None,
 ) -> Compared:
-    """Compares two candidates on the same problems: a fused kernel with an unfused one, say.
+    """Compares two candidates on the same problems, such as a fused kernel with an unfused one.
 
-    Two kernels may agree on the same mistake. So each is also compared with the reference, and the
+    Two kernels may have the same mistake. So each is also compared with the reference, and the
     result says which of them is wrong.
 
-    Both kernels round. What they may differ by is derived from the precision that both declare, as
-    the tolerance of one against the reference is: runs of the reference that round as kernel_a
-    declares, less others that round as kernel_b declares, show how far two right kernels are apart.
-    The statistics are those of one kernel (``judge.md``), of the difference a - b in units of
-    that noise; its scale is relative to the reference. What one unit roundoff may do to a whole
-    result is allowed to both. So a difference is judged less sharply than the sharper of the two
-    kernels alone, and a kernel may be found wrong that does not differ from the other.
+    Both kernels round. The difference that they may have is derived from the precision that both
+    declare. Runs of the reference that round as kernel_a declares, minus runs that round as
+    kernel_b declares, show how far apart two right kernels are. The statistics are the same as for
+    one kernel (``judge.md``). They are those of the difference a - b, in units of this noise; its
+    scale is relative to the reference. Each kernel may be off as a whole by what one unit roundoff
+    explains. So a difference is judged less sharply than either kernel alone, and a kernel may be
+    found wrong although it does not differ from the other.
 
-    Problems are drawn that suit both: axes, dtypes and options that both declare, tiles of either.
+    The problems suit both kernels: they have axes, dtypes and options that both declare, and tiles
+    of either.
 
     Args:
         kernel_a: a candidate.
-        kernel_b: another of the same spec and head.
+        kernel_b: another candidate of the same spec and head.
         layouts: the layouts, such as ``["single", "tp=2"]``; by default those on which
-            ``lossgate verify`` would verify a kernel with the axes of both.
+            ``lossgate verify`` would verify a kernel with the axes that both have.
         dtypes: the dtypes of inputs; by default all that both take.
         profile: how much to try, as for ``lossgate verify``.
-        examples: the least problems for each layout and dtype.
-        seed: other problems are drawn for another seed.
-        problem: the only problem to try, with its layout and dtype, in place of drawn ones. Whether
-            it would have shown a mistake is then not asked.
+        examples: the fewest problems for each layout and dtype.
+        seed: another seed draws other problems.
+        problem: the only problem to try, with its layout and dtype, in place of drawn problems. It
+            need not be able to show every mistake.
 
     Returns:
-        The verdicts: ``agree``, ``check()`` for tests, and reasons when printed.
+        The verdicts. ``agree`` is True if all agree, ``check()`` serves tests, and the printed
+        result has the reasons.
 
     Raises:
-        UsageError: if the two cannot be compared, or a setting is wrong.
+        UsageError: if the two cannot be compared, or if a setting is wrong.
     """
     one, other = able_alike(kernel_a, kernel_b)
     settings = load_settings(
@@ -209,7 +215,7 @@ def compare(
         names = f"{names[0]} (a)", f"{names[1]} (b)"
     if problem is not None:
         problem = _as_problem(problem)
-        _alone(layouts=layouts, dtypes=dtypes, examples=examples, seed=seed)
+        _check_not_given(layouts=layouts, dtypes=dtypes, examples=examples, seed=seed)
         places = [(problem.layout, problem.dtype)]
     else:
         places = _places(one, settings, names)
@@ -222,7 +228,7 @@ def _as_problem(given: Problem | DrawnProblem) -> Problem:
         return given.problem
     if not isinstance(given, Problem):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(
-            f"compare(problem={given!r:.60}): expected a Problem, or what lossgate.strategies.problems draws; "
+            f"compare(problem={given!r:.60}): expected a Problem, or a DrawnProblem of lossgate.strategies.problems; "
             "DrawnProblem.from_json reads one from its text"
         )
     return given
@@ -243,7 +249,9 @@ def _compare_in(
         cell = Cell(candidate, layout, dtype, held_to)
         if problem is None:
             return run_cell(cell, settings)
-        return _run_one(replace(cell, property=replace(held_to, needs_adequacy=False)), settings, problem, bound)
+        # A single problem need not show every mistake.
+        cell = replace(cell, property=replace(held_to, needs_adequacy=False))
+        return _run_one(cell, settings, problem, bound)
 
     results = result_of(one, PROPERTIES["agreement"]), result_of(other, PROPERTIES["agreement"])
     if any(result.failure is not None and result.failure.failure for result in results):
@@ -264,7 +272,7 @@ def _run_one(cell: Cell, settings: Settings, problem: Problem, bound: BoundProbl
 
 @dataclass(frozen=True, kw_only=True)
 class _Difference(Checked):
-    """What the comparison with another kernel found on one case."""
+    """The comparison with another kernel on one case."""
 
     names: tuple[str, str]
 
@@ -275,20 +283,20 @@ class _Difference(Checked):
 
 
 def _like(other: Candidate, names: tuple[str, str]) -> Property:
-    """Returns the property of a candidate that it gives what another gives."""
+    """Returns a property that holds if a candidate gives the same results as another one."""
 
     def check(case: Case) -> Checked:
         counterpart = Case(other, case.problem, case.world, case.bound)
-        for name, either in zip(names, (case, counterpart), strict=True):
+        for name, of_kernel in zip(names, (case, counterpart), strict=True):
             try:
-                _ = either.ranks
+                _ = of_kernel.ranks  # runs the kernel
             except RankFailure as failure:
                 return _Difference(names=names, faults=(f"{name}: {failure}",))
         return _Difference(names=names, comparisons=tuple(differences(case, counterpart)))
 
     return Property(
         name=f"like {other.name}",
-        summary=f"Every output and gradient equals that of {other.name}, up to rounding as both declare",
+        summary=f"Every output and gradient equals that of {other.name}, up to the rounding that both declare",
         check=check,
         applies=lambda candidate: True,
         runs=2,
@@ -301,8 +309,8 @@ def _places(able: Candidate, settings: Settings, names: tuple[str, str]) -> list
     for layout in map(Layout.parse, settings.layouts):
         if extra := [axis for axis in layout.axes if axis not in able.axes]:
             raise UsageError(
-                f"compare(layouts=...): {names[0]} and {names[1]} are not both sharded over {', '.join(extra)}, "
-                f"as layout {layout} is; both are over {', '.join(able.axes) or 'no axis'}"
+                f"compare(layouts=...): layout {layout} splits {', '.join(extra)}, but {names[0]} and {names[1]} do "
+                f"not both support that; both support {', '.join(able.axes) or 'no axis'}"
             )
     for dtype in settings.dtypes:
         if dtype not in able.dtypes:
@@ -314,15 +322,13 @@ def _places(able: Candidate, settings: Settings, names: tuple[str, str]) -> list
 
 
 def _several(argument: str, given: Iterable[str] | None) -> tuple[str, ...] | None:
-    return (
-        None
-        if given is None
-        else tuple(map(str, Argument("compare(", argument, given).several(f"{argument}, or None")))
-    )
+    if given is None:
+        return None
+    return tuple(map(str, Argument("compare(", argument, given).several(f"{argument}, or None")))
 
 
-def _alone(**given: Any) -> None:
-    """Refuses settings beside a problem, which has its own."""
-    for name, value in given.items():
+def _check_not_given(**settings: Any) -> None:
+    """Refuses settings that are given together with a single problem."""
+    for name, value in settings.items():
         if value is not None:
-            raise UsageError(f"compare({name}={value!r}): the problem has its own; leave one of the two out")
+            raise UsageError(f"compare({name}={value!r}): problem= leaves nothing to set; leave one of the two out")

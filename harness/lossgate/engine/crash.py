@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs cases in a process that may die, and what is said of the candidate if it does: that it ended
-the process, or that something else did.
+"""Runs cases in a process that may die.
+
+If the process dies, this decides whether the candidate ended it. If so, the case is a crash.
 """
 
 from collections.abc import Generator, Sequence
@@ -18,22 +19,22 @@ from lossgate.problems.problem import Problem
 from lossgate.worlds.base import WorldLost
 
 CRASH = "Crash"
-"""The kind of failure, as evidence and failure files name it."""
+"""The name of this kind of failure in evidence and failure files."""
 
 
 class ProcessLost(WorldLost):
-    """The process in which a candidate was to run has ended, and not by its kernel. Nothing is then
-    known of that.
+    """The process of a candidate has ended, but its kernel did not end it. So nothing is known
+    about the kernel.
     """
 
 
 def case_of_crash(cell: Cell, died: ChildDied) -> CaseResult:
-    """Returns what came of the case that a process died of.
+    """Returns the result of the case in which the kernel ended the process.
 
     Raises:
-        ProcessLost: if it did not die of the kernel.
+        ProcessLost: if the kernel did not end the process.
     """
-    # Ranks of other worlds have processes of their own, and die for themselves.
+    # In other worlds the ranks have processes of their own. A crash of the kernel ends only these.
     if died.ran is None or not died.is_by_kernel or cell.world != "simulated":
         raise ProcessLost(f"CRASH: the process that was to run the candidate {died.how}")
     held_to = died.ran.held_to
@@ -43,9 +44,9 @@ def case_of_crash(cell: Cell, died: ChildDied) -> CaseResult:
 
 
 def result_of_crash(cell: Cell, died: ChildDied, seconds: float) -> CellResult:
-    """Returns the verdict on a cell whose process died: it disagrees on the last problem.
+    """Returns the result of a cell whose process died.
 
-    If the process did not die of the kernel, nothing is known of that, and the cell is
+    The cell disagrees on the last problem if the kernel ended the process. Otherwise it is
     inconclusive.
     """
     try:
@@ -58,10 +59,10 @@ def result_of_crash(cell: Cell, died: ChildDied, seconds: float) -> CellResult:
 
 @contextmanager
 def fresh_child(*, captured: bool = False) -> Generator[Child]:
-    """Starts a process, and ends it in the end.
+    """Gives a new process, and ends it afterwards.
 
     Args:
-        captured: what it prints is not shown.
+        captured: whether its output is kept and not shown.
     """
     child = Child(captured=captured)
     try:
@@ -73,12 +74,12 @@ def fresh_child(*, captured: bool = False) -> Generator[Child]:
 def run_in_child(
     cell: Cell, problems: Sequence[Problem], timeout: float, *, captured: bool = False
 ) -> list[CaseResult]:
-    """Runs problems of a cell one after the other, in a process of their own.
+    """Runs problems of a cell one after the other, in a new process.
 
-    If that dies of the kernel, the crash is all that is returned.
+    If the kernel ends the process, the only result is the crash.
 
     Raises:
-        ProcessLost: if it dies of anything else.
+        ProcessLost: if anything else ends the process.
     """
     with fresh_child(captured=captured) as child:
         return run_in(child, cell, problems, timeout)

@@ -4,7 +4,8 @@
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import chain, product
+from itertools import product
+from typing import Any
 
 from lossgate.adequacy.deck import deck_of
 from lossgate.adequacy.entry import Entry
@@ -19,11 +20,12 @@ from lossgate.diagnosis.name_cause import name_cause
 from lossgate.engine.cell import Cell
 from lossgate.engine.settings import Settings
 from lossgate.problems.problem import Problem
+from lossgate.specs.spec import Spec
 from lossgate.worlds import make_world
 from lossgate.worlds.base import World
 
 _PATIENCE = 10.0
-"""Seconds after which a rank hangs that is asked on another layout than the cell's."""
+"""Seconds after which a rank is taken to hang if its layout is not that of the cell."""
 
 
 def diagnose(
@@ -34,15 +36,15 @@ def diagnose(
     without: Collection[str] = (),
     smallest: Problem | None = None,
 ) -> Diagnosis | None:
-    """Returns what explains that a kernel disagrees; None if too few problems tell.
+    """Returns the diagnosis of a disagreement; None if too few problems tell.
 
     Args:
-        cell: whose property is agreement.
-        failing: the first problem on which it disagreed, before it was made smaller.
-        world: where its ranks run.
-        settings: its seed chooses the problems.
-        without: names that are not to be said.
-        smallest: the problem that is shown, after it was made smaller.
+        cell: a cell of agreement.
+        failing: the first problem on which the kernel disagreed, before it was shrunk.
+        world: where the ranks run.
+        settings: the seed chooses the problems.
+        without: names of mistakes to leave out.
+        smallest: the problem that is shown, after it was shrunk.
     """
     bank = counterfactuals_of(cell.candidate.spec, cell.candidate.head)
     with further_cases(cell, failing, world, settings) as cases:
@@ -52,35 +54,34 @@ def diagnose(
 
 @contextmanager
 def further_cases(cell: Cell, failing: Problem, world: World, settings: Settings) -> Generator[Iterator[Case]]:
-    """Opens the worlds of other layouts, and gives the cases that may tell why a kernel disagrees.
+    """Opens the worlds of further layouts, and gives the cases that may tell why a kernel
+    disagrees.
 
-    Args:
-        cell: as for ``diagnose``, and so are the others.
-        failing: the first problem on which it disagreed.
-        world: where its ranks run.
-        settings: its seed chooses the problems.
+    The arguments are those of ``diagnose``.
     """
     layouts = telling_layouts(cell.layout) if cell.world == "simulated" else [cell.layout]
-    with ExitStack() as worlds:
-        open_worlds = {cell.layout: world}
+    with ExitStack() as opened:
+        worlds = {cell.layout: world}
         for layout in layouts:
             if layout != cell.layout:
-                made = make_world(cell.world, layout, min(settings.timeout, _PATIENCE), cell.device)
-                worlds.callback(made.close)
-                open_worlds[layout] = made
-        yield cases_like(cell, failing, layouts, open_worlds, settings)
+                worlds[layout] = make_world(cell.world, layout, min(settings.timeout, _PATIENCE), cell.device)
+                opened.callback(worlds[layout].close)
+        yield cases_like(cell, failing, layouts, worlds, settings)
 
 
 def telling_layouts(layout: Layout) -> list[Layout]:
     """Returns a layout, and others that split the same axes into other numbers of ranks.
 
-    A factor dp and a factor tp are the same number where dp = tp, and a factor 2 where both are 2.
+    These tell mistakes apart: a factor dp and a factor tp are the same number if dp = tp, and so is
+    a factor 2 if both are 2.
     """
     split, found = layout.axes, [layout]
-    for number, axis in enumerate(split):
-        sizes = {**dict.fromkeys(split, 2), axis: 3 if layout.sizes[axis] != 3 or len(split) > 1 else 2}
+    for axis in split[:2]:
+        sizes = dict.fromkeys(split, 2)
+        if layout.sizes[axis] != 3 or len(split) > 1:
+            sizes[axis] = 3
         other = Layout(**sizes)
-        if other not in found and other.ranks <= MAX_RANKS and number < 2:
+        if other not in found and other.ranks <= MAX_RANKS:
             found.append(other)
     return found
 
@@ -88,57 +89,69 @@ def telling_layouts(layout: Layout) -> list[Layout]:
 def cases_like(
     cell: Cell, failing: Problem, layouts: Sequence[Layout], worlds: Mapping[Layout, World], settings: Settings
 ) -> Iterator[Case]:
-    """Yields cases: problems of the deck, and each again as the problem that failed, as a mistake
-    may show with its options or its split of the vocabulary alone, with logits as large, or where
-    nothing is trained. Every second of these has its own numbers, as two mistakes may be one at a
-    weight of 0.5.
+    """Yields cases that may tell mistakes apart. Each problem of the deck comes twice.
 
-    The layouts take turns, so that few cases have many batches: on one batch, many mistakes are
-    alike. At last each problem has been on each layout.
+    First it comes as it is. Then it comes in the likeness of the failing problem, with its options,
+    its split of the vocabulary, and no trained token if that has none, because the mistake may show
+    only then. Of these, every second one keeps its own weights, because two mistakes may look alike
+    at some weights, such as 0.5. The rest get logits as large as those of the failing problem.
+
+    The layouts take turns, so that the first few cases have many batches: on one batch, many
+    mistakes look alike. In the end each problem has come on each layout.
     """
     deck, splits = deck_of(cell.candidate, cell.dtype, settings.seed), splits_of(cell.candidate)
     entries = [entry for entry in deck.entries if not is_large(entry.bound.problem)]
     trains_nothing = _trains_nothing(cell, failing)
-    alike = [
-        _like(failing, entry, cell, own_numbers=number % 2 == 1, trains_nothing=trains_nothing)
+    pairs = [
+        (entry, _like(failing, entry, cell, own_numbers=number % 2 == 1, trains_nothing=trains_nothing))
         for number, entry in enumerate(entries)
     ]
-    in_turn = list(chain.from_iterable(zip(entries, alike, strict=True)))
-    for turn, (number, each) in product(range(len(layouts)), enumerate(in_turn)):
-        again = number % 2
-        layout = layouts[(turn + number // 2 + again) % len(layouts)]
-        split = failing.vocab_split if again else ""
-        found = deck.on(layout, splits, [each])
-        for placed in sorted(found, key=lambda one: one.problem.vocab_split != split)[:1]:
-            padding = max(placed.problem.pad_to_multiple, failing.pad_to_multiple)
-            problem = replace(placed.problem, pad_to_multiple=padding)
-            yield Case(cell.candidate, problem, worlds[layout], placed.entry.bound)
+    for turn, (number, pair) in product(range(len(layouts)), enumerate(pairs)):
+        for of_pair, entry in enumerate(pair):
+            layout = layouts[(turn + number + of_pair) % len(layouts)]
+            split = failing.vocab_split if of_pair == 1 else ""
+            found = sorted(deck.on(layout, splits, [entry]), key=lambda one: one.problem.vocab_split != split)
+            if found:
+                placed = found[0]
+                padding = max(placed.problem.pad_to_multiple, failing.pad_to_multiple)
+                problem = replace(placed.problem, pad_to_multiple=padding)
+                yield Case(cell.candidate, problem, worlds[layout], placed.entry.bound)
 
 
 def _like(failing: Problem, entry: Entry, cell: Cell, *, own_numbers: bool, trains_nothing: bool) -> Entry:
-    spec, options = cell.candidate.spec, dict(failing.options)
+    """Returns an entry whose problem resembles the failing one. Its sequences and sizes stay.
+
+    If ``own_numbers``, it also keeps its weights and the size of its logits.
+    """
+    spec, own, options = cell.candidate.spec, entry.bound.problem, failing.options
     if own_numbers:
-        own = entry.bound.problem.options
-        given = {o.name: (options.get(o.name, o.default), own.get(o.name, o.default)) for o in spec.options}
-        numbers = {name: x for name, (of_failing, x) in given.items() if _is_weight(of_failing) and _is_weight(x)}
-        mixed = {name: x for name, x in (options | numbers).items() if x != spec.supported_options[name].default}
-        options = options if spec.conflict(mixed) else mixed
-    bias = failing.bias and entry.bound.problem.vocab > 1  # that of a single row has no gradient
-    problem = replace(entry.bound.problem, options=options, scenario=failing.scenario, bias=bias)
-    problem = replace(problem, cotangent=failing.cotangent)
+        options = _with_weights(options, own.options, spec)
+    bias = failing.bias and own.vocab > 1  # the bias of a single row has no gradient
+    problem = replace(own, options=options, scenario=failing.scenario, bias=bias, cotangent=failing.cotangent)
     if trains_nothing:
         problem = replace(problem, masks=("none",) * len(problem.masks))
     if not own_numbers:
         problem = replace(problem, logit_std=failing.logit_std, label_boost=failing.label_boost)
-    return replace(entry, bound=BoundProblem(cell.candidate.spec, problem), drawn=problem)
+    return replace(entry, bound=BoundProblem(spec, problem), drawn=problem)
+
+
+def _with_weights(options: Mapping[str, Any], others: Mapping[str, Any], spec: Spec) -> Mapping[str, Any]:
+    """Returns options with the weights of other options, if these are valid together."""
+    mixed = dict(options)
+    for option in spec.options:
+        weight = others.get(option.name, option.default)
+        if _is_weight(weight) and _is_weight(options.get(option.name, option.default)):
+            mixed[option.name] = weight
+    mixed = {name: value for name, value in mixed.items() if value != spec.supported_options[name].default}
+    return options if spec.conflict(mixed) else mixed
 
 
 def _trains_nothing(cell: Cell, problem: Problem) -> bool:
-    """Returns whether no token is trained. Few problems are like that, but for these."""
+    """Returns whether no token of a problem is trained. Few problems are like that."""
     counts = BoundProblem(cell.candidate.spec, problem).batch.known
     return "valid_tokens" in counts and not int(counts["valid_tokens"])
 
 
 def _is_weight(value: object) -> bool:
-    """Returns whether a value is a number other than 0, which often switches something off."""
+    """Returns whether a value is a weight: a number other than 0. Often 0 switches a term off."""
     return isinstance(value, float) and value != 0.0

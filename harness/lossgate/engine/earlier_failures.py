@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds a cell to the problems on which it disagreed in earlier runs, as their failure files say.
+"""Holds a cell to the problems in its failure files of earlier runs.
 
-A run has other problems than one with another seed or profile, and need not find a failure again. A
-kernel that disagrees on a problem that is known is wrong all the same.
+A run with another seed or profile has other problems, and may not find a failure again. A kernel
+that still disagrees on the old problem is wrong all the same.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +13,7 @@ import msgspec
 
 from lossgate.base.errors import UsageError
 from lossgate.base.spelling import counted
-from lossgate.engine.case_result import CaseResult
-from lossgate.engine.cell import Cell, CellResult
+from lossgate.engine.cell import Cell, CellResult, CellRun
 from lossgate.engine.cell_record import Verdict
 from lossgate.engine.failure_files import FailureFile, failure_files_of, read_failure
 from lossgate.engine.judge_again import judge_again
@@ -25,33 +24,34 @@ from lossgate.worlds.base import WorldLost
 def hold_to_earlier(
     result: CellResult, folder: Path, timeout: float, known: Collection[Path]
 ) -> tuple[CellResult, tuple[Path, ...]]:
-    """Replays the failure files of a cell, unless it disagrees already.
+    """Replays the failure files of a cell, unless the cell disagrees already.
 
     Args:
-        result: what came of the problems of this run.
+        result: the result on the problems of this run.
         folder: where earlier runs wrote failure files.
-        timeout: seconds after which ranks that do not go on count as hanging.
-        known: the files of known failures, which are left alone.
+        timeout: seconds after which ranks that make no progress count as hanging.
+        known: the files of known failures. They are not replayed.
 
     Returns:
-        The result, which is a disagreement if one of the files is. And the files whose problems
-        agree now, with their cell: they are of no more use.
+        The result, which is a disagreement if a file shows one; and the files that are of no more
+        use, because the cell and their problems agree now.
     """
-    mended = list[Path]()
     if result.verdict is Verdict.DISAGREE or result.cell.candidate.known_failure is not None:
         return result, ()
+    mended = list[Path]()
     for held_to in _kept_properties(result):
         for file in failure_files_of(result.cell, held_to, folder):
             if file.resolve() in known:
                 continue
             try:
                 found = _replayed(result, read_failure(file), timeout)
-            except (UsageError, WorldLost):  # nothing is known of it
+            except (UsageError, WorldLost):  # nothing is known about the kernel
                 continue
             if found is not None:
                 return found, ()
             mended.append(file)
-    return result, tuple(mended) if result.verdict is Verdict.AGREE else ()
+    agrees = result.verdict is Verdict.AGREE
+    return result, (tuple(mended) if agrees else ())
 
 
 def examples_of(cells: Iterable[Cell]) -> set[Path]:
@@ -61,9 +61,8 @@ def examples_of(cells: Iterable[Cell]) -> set[Path]:
 
 
 def _kept_properties(result: CellResult) -> list[str]:
-    """Returns the properties that a cell was seen to keep."""
-    own = result.cell.property.name
-    return [own, *(one.name for one in result.run.properties if one.problems and one.holds and one.name != own)]
+    """Returns the properties that a cell was checked for and keeps."""
+    return list(dict.fromkeys([result.cell.property.name, *result.record.kept]))
 
 
 def _replayed(result: CellResult, failure: FailureFile, timeout: float) -> CellResult | None:
@@ -72,28 +71,24 @@ def _replayed(result: CellResult, failure: FailureFile, timeout: float) -> CellR
     if not again.wrong:
         return None
     agreed = counted(len(result.cases), "problem")
-    line = f"on what an earlier run kept in its failure file; the {agreed} of this run showed nothing wrong"
+    line = f"on the failure file of an earlier run; the {agreed} of this run showed nothing wrong"
     failing = again.failing
-    if failing is not None:
-        failing = replace(failing, findings=(*failing.findings, line), earlier=failure.earlier)
-    found = _concluded(result, again.cases, failing)
-    if failing is not None:
-        return found
-    return replace(found, record=msgspec.structs.replace(found.record, reasons=(*found.reasons, line)))
-
-
-def _concluded(result: CellResult, cases: Sequence[CaseResult], failing: CaseResult | None) -> CellResult:
-    """Returns the verdict with the problems of a file, too. Those that disagree only when pooled
-    are pooled without others.
-    """
-    own = result.cell.property.name
-    held_to = own if failing is None else failing.held_to
-    tried = cases if failing is None else (*result.cases, *cases) if held_to == own else result.cases
+    if failing is None:
+        # The problems of the file disagree only when pooled, so they are pooled without others.
+        found = _concluded(result, replace(result.run, cases=tuple(again.cases), failure=None, shrink_calls=0))
+        return replace(found, record=msgspec.structs.replace(found.record, reasons=(*found.reasons, line)))
+    failing = replace(failing, findings=(*failing.findings, line), earlier=failure.earlier)
+    is_own = failing.held_to == result.cell.property.name
+    cases = (*result.cases, *again.cases) if is_own else result.cases
     properties = tuple(
         msgspec.structs.replace(one, findings=failing.findings, on=failing.problem.describe())
-        if failing is not None and one.name == held_to
+        if one.name == failing.held_to
         else one
         for one in result.run.properties
     )
-    run = replace(result.run, cases=tuple(tried), failure=failing, shrink_calls=0, properties=properties)
+    run = replace(result.run, cases=cases, failure=failing, shrink_calls=0, properties=properties)
+    return _concluded(result, run)
+
+
+def _concluded(result: CellResult, run: CellRun) -> CellResult:
     return replace(conclude(run), printed=result.printed)

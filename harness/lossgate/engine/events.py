@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine reports while it runs, and who listens."""
+"""The events that the engine reports while it runs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class RunStarted:
     """The cells of this run."""
     settings: Settings
     matrix: tuple[Cell, ...] = ()
-    """The cells of all runs between which a matrix is shared out; empty if this run has all."""
+    """All cells of the matrix, of which this run may have only a part."""
     shard: Shard | None = None
-    """Which part of the matrix this run has."""
+    """The part of the matrix that this run has; None if it has all."""
     remarks: tuple[str, ...] = ()
-    """What the run was asked for, and leaves out: a line for each."""
+    """A line for each layout and dtype that was asked for and that a candidate leaves out."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class CellStarted:
 
 @dataclass(frozen=True)
 class CellAgrees:
-    """A cell agrees with the reference. That is no verdict yet: it is still held to its other
-    properties.
+    """A cell agrees with the reference. It has no verdict yet, because its further properties are
+    checked next.
     """
 
     cell: Cell
@@ -41,23 +41,23 @@ class CellAgrees:
 class CellFinished:
     result: CellResult
     mended: tuple[Path, ...] = ()
-    """The failure files of earlier runs on whose problems the cell agrees now, as on its own."""
+    """The failure files of earlier runs on whose problems the cell agrees now."""
 
 
 @dataclass(frozen=True)
 class CellSkipped:
-    """A cell is not verified, because its candidate fails alike wherever it is called."""
+    """A cell is not verified, because its candidate fails in the same way wherever it is called."""
 
     cell: Cell
     reason: str
-    """How it fails, in words; the same for all cells of a candidate."""
+    """How the candidate fails, in words. It is the same for all its cells."""
 
 
 @dataclass(frozen=True)
 class RunFinished:
     results: tuple[CellResult, ...]
     stopped: str = ""
-    """In words, why not all cells were verified; empty if they were."""
+    """Why not all cells were verified, in words. Empty if all were."""
     seconds: float = 0.0
     """How long the run took, on the clock."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failure files, written and read: a disagreement, frozen for ``lossgate replay``."""
+"""Writes and reads failure files. Each freezes a disagreement for ``lossgate replay``."""
 
 import platform
 import re
@@ -22,9 +22,9 @@ from lossgate.engine.cell import Cell, CellResult
 from lossgate.problems.problem import Problem
 
 _LINES = 10
-"""So many lines a file may have of causes."""
+"""The most lines about causes in a file."""
 _LENGTH = 2000
-"""So many characters a line of them may have."""
+"""The most characters of such a line."""
 _Line = Annotated[str, msgspec.Meta(max_length=_LENGTH)]
 
 
@@ -45,43 +45,43 @@ class FrozenCase:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureFile:
-    """What a failure file holds: one problem, or all problems that disagree only when pooled."""
+    """The content of a failure file: one problem, or all problems if only pooled ones disagree."""
 
     candidate: str
-    """``file.py:name``, the file relative to the working folder if it lies below. One that is read
-    again also names it from another working folder."""
+    """``file.py:name`` or ``package.module:name``. A file below the working folder is written
+    relative to it, and is found again from other working folders when the failure file is read."""
     reasons: tuple[str, ...]
     examples: tuple[FrozenCase, ...]
     pooled: bool
-    """The examples disagree only when pooled."""
+    """Whether the examples disagree only when pooled."""
     versions: dict[str, str]
     property: str = "agreement"
-    """What the candidate was held to."""
+    """The name of the property that the candidate was held to."""
     world: str = "simulated"
-    """Where its ranks ran."""
+    """Where the ranks ran."""
     device: str = "cpu"
-    """Where they computed."""
+    """Where the ranks computed."""
     symptoms: tuple[str, ...] = ()
-    """What disagreed in any problem of the cell. The smallest problem may show less."""
+    """The symptoms in all problems of the cell. The smallest problem may show fewer."""
     causes: Annotated[tuple[_Line, ...], msgspec.Meta(max_length=_LINES)] = ()
-    """What explains it, and what to do about it, as verify said it. They are shown, and nothing
-    is judged by them."""
+    """The causes that verify found, and what to do. They are only shown: no verdict uses them."""
     earlier: tuple[Problem, ...] = ()
-    """The problems that are run first, if the example disagrees only after them."""
+    """The problems that must run first for the example to disagree."""
     checksum: str = ""
-    """Of the problems, when the file was written."""
+    """The checksum of the problems when the file was written."""
 
     def problems(self) -> tuple[Problem, ...]:
         """All problems, in the order in which they are run."""
         return (*self.earlier, *(frozen.problem for frozen in self.examples))
 
     def is_as_written(self) -> bool:
-        """Whether the candidate disagreed on just these problems: nobody has edited them since."""
+        """Whether nobody has edited the problems since the file was written."""
         return self.checksum == _checksum(self.problems())
 
 
 def _checksum(problems: Iterable[Problem]) -> str:
-    return f"{crc32(chr(10).join(problem.to_json() for problem in problems).encode()):08x}"
+    text = "\n".join(problem.to_json() for problem in problems)
+    return f"{crc32(text.encode()):08x}"
 
 
 def versions() -> dict[str, str]:
@@ -98,7 +98,7 @@ def read_failure(file: Path) -> FailureFile:
     """Reads a failure file.
 
     Raises:
-        UsageError: if the file cannot be read or is no failure file.
+        UsageError: if the file cannot be read, or is no failure file.
     """
     try:
         values = msgspec.json.decode(file.read_bytes())
@@ -124,11 +124,12 @@ def _unreadable(file: Path, why: str) -> UsageError:
 
 
 def _check_fields(values: Any) -> None:
-    """Refuses fields that are not known, because leaving them out would replay something else; and
-    lines that are no lines.
+    """Refuses unknown fields, and causes that can't be printed in a line.
+
+    Unknown fields are refused because without them the replay might be of something else.
 
     Raises:
-        UsageError: if there is one.
+        UsageError: if the content has such a field or line.
     """
     _check_known(values, FailureFile)
     for example in values["examples"]:
@@ -148,20 +149,21 @@ def _check_known(values: Iterable[str], made: type[FailureFile | FrozenCase]) ->
 
 
 def write_failure(result: CellResult, folder: Path) -> Path:
-    """Writes the failure of a cell into a folder, under a name that contains the cell, and returns
-    the file.
+    """Writes the failure of a cell into a folder, and returns the file. Its name contains the cell.
 
     Raises:
         UsageError: if the folder cannot be written.
     """
-    cases = (result.failure,) if result.failure is not None else result.cases
-    held_to = result.cell.property.name if result.failure is None else result.failure.held_to
-    earlier = result.failure.earlier if result.failure is not None else ()
+    failure = result.failure
+    if failure is None:
+        cases, held_to, earlier = result.cases, result.cell.property.name, ()
+    else:
+        cases, held_to, earlier = (failure,), failure.held_to, failure.earlier
     content = FailureFile(
         candidate=_portable(result.cell.candidate),
         reasons=result.reasons,
         examples=tuple(FrozenCase.of(case) for case in cases),
-        pooled=result.failure is None,
+        pooled=failure is None,
         versions=versions(),
         property=held_to,
         world=result.cell.world,
@@ -177,36 +179,41 @@ def write_failure(result: CellResult, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")
         partial.write_bytes(text)
-        partial.rename(file)
+        partial.rename(file)  # so that nobody reads half a file
     except OSError as error:
         raise UsageError(f"can't write {file}: {error.strerror}; choose another folder with --failures") from None
     return file
 
 
 def _line(text: str) -> str:
-    """Returns a text as a line that can be read again: words of a user's spec may hold anything."""
-    return "".join(own if own.isprintable() else " " for own in text)[:_LENGTH]
+    """Returns a text as a line that ``read_failure`` accepts. Texts of a user's spec may have any
+    characters.
+    """
+    return "".join(character if character.isprintable() else " " for character in text)[:_LENGTH]
 
 
 def _stem(cell: Cell, held_to: str) -> str:
-    """Returns how the names of the failure files of a cell and a property begin."""
+    """Returns the beginning of the names of the failure files of a cell and a property."""
     return re.sub(r"[^\w=,.-]", "_", f"failure-{cell.candidate.name}-{held_to}-{cell.dtype}-{cell.layout}")
 
 
 def failure_files_of(cell: Cell, held_to: str, folder: Path) -> list[Path]:
-    """Returns the files in a folder that ``write_failure`` wrote of a cell and a property, and that
-    nobody has edited or renamed since.
+    """Returns the files in a folder that ``write_failure`` wrote for a cell and a property, and
+    that nobody has edited or renamed since.
 
-    Another candidate may have the same name. Its files say where it is, and are left out.
+    Files of another candidate with the same name are left out.
     """
     names = re.compile(rf"{re.escape(_stem(cell, held_to))}-([0-9a-f]{{8}})\.json")
-    found = (
-        (file, match[1]) for file in sorted(folder.glob("failure-*.json")) if (match := names.fullmatch(file.name))
-    )
-    return [file for file, crc in found if _is_of(file, crc, cell, held_to)]
+    found: list[Path] = []
+    for file in sorted(folder.glob("failure-*.json")):
+        match = names.fullmatch(file.name)
+        if match is not None and _is_of(file, match[1], cell, held_to):
+            found.append(file)
+    return found
 
 
 def _is_of(file: Path, crc: str, cell: Cell, held_to: str) -> bool:
+    """Returns whether a file has its checksum, and is of a cell and a property."""
     try:
         if f"{crc32(file.read_bytes()):08x}" != crc:
             return False
@@ -214,30 +221,36 @@ def _is_of(file: Path, crc: str, cell: Cell, held_to: str) -> bool:
     except (OSError, UsageError):
         return False
     problem = failure.examples[0].problem
-    return (failure.property, failure.world, failure.device, problem.layout, problem.dtype) == (
-        *(held_to, cell.world, cell.device, cell.layout, cell.dtype),
-    ) and absolute_source(failure.candidate) == absolute_source(cell.candidate.source)
+    of_file = failure.property, failure.world, failure.device, problem.layout, problem.dtype
+    if of_file != (held_to, cell.world, cell.device, cell.layout, cell.dtype):
+        return False
+    return absolute_source(failure.candidate) == absolute_source(cell.candidate.source)
 
 
 def _located(candidate: str, file: Path) -> str:
-    """Returns a candidate that was named in the folder of a run, for this working folder.
+    """Returns the name of a candidate for this working folder.
 
-    A failure file lies below the folder of its run, unless the user chose another place.
+    The name in the file is relative to the folder of the run. The failure file lies below that
+    folder, unless the user chose another place. So the source is looked for in all folders above.
     """
     location, _, name = candidate.rpartition(":")
     try:
         if not location.endswith(".py") or Path(location).is_file():
             return candidate
-        return next(
-            (f"{at / location}:{name}" for at in file.resolve().parents if (at / location).is_file()), candidate
-        )
+        for folder in file.resolve().parents:
+            if (folder / location).is_file():
+                return f"{folder / location}:{name}"
     except (OSError, ValueError):  # no file system has such a name
         raise UsageError(
             f"{file}: candidate={shown(candidate)}; expected file.py:name or package.module:name"
         ) from None
+    return candidate
 
 
 def _portable(candidate: Candidate) -> str:
-    file, _, name = candidate.source.rpartition(":")
-    path = Path(file)
-    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{name}"
+    """Returns the source of a candidate, relative to the working folder if it lies below."""
+    location, _, name = candidate.source.rpartition(":")
+    path = Path(location)
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return f"{path}:{name}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports files of users in a process that may die, before this one does.
+"""Imports files of users in another process, before this one imports them.
 
-A file may end the process that imports it, by a segmentation fault of a library, say. A run loses
-no time by it: the process goes on as the first in which cells run, and would have imported the file
-then.
+A file may end the process that imports it, for example by a segmentation fault in a library. The
+extra import costs a run no time: the process goes on as the first in which cells run, and would
+have imported the file anyway.
 """
 
 import re
@@ -17,20 +17,21 @@ from lossgate.engine.child import Child, ChildDied
 from lossgate.engine.jobs import ImportJob
 
 _PATIENCE = 10.0
-"""Seconds after which an import is said to take long."""
+"""Seconds after which the user is told that an import takes long."""
 _ready = list[Child]()
+"""The process that has imported files, until cells take it. There is at most one."""
 
 
 def import_first(location: str, say: Callable[[str], None]) -> None:
-    """Imports a file or module in a process of its own, which ``take_child`` then returns.
+    """Imports a file or module in another process. ``take_child`` then returns the process.
 
     Args:
         location: as for ``load_module``.
-        say: is given a line if it takes long.
+        say: is called with a line if the import takes long.
 
     Raises:
-        UsageError: if that ends the process. What else is wrong with it is left to this process,
-            which finds the same.
+        UsageError: if the import ends the process. Other errors are not raised here, because this
+            process meets them when it imports the file itself.
     """
     if not _ready:
         _ready.append(Child(captured=True))
@@ -49,24 +50,26 @@ def import_first(location: str, say: Callable[[str], None]) -> None:
 
 
 def take_child() -> Child:
-    """Returns a process in which cells can run: the one that has imported them, or a new one."""
+    """Returns a process in which cells can run: the one that imported files, or else a new one."""
     return _ready.pop() if _ready else Child(captured=True)
 
 
 def end_ready() -> None:
-    """Ends the process that nobody has taken, if there is one."""
+    """Ends the process that imported files, if cells have not taken it."""
     while _ready:
         _ready.pop().end()
 
 
 def _by_hand(location: str) -> str:
+    """Returns the command that imports a file or module."""
     return f"python {location}" if location.endswith(".py") else f"python -c 'import {location}'"
 
 
 def _how(died: ChildDied, location: str) -> str:
-    """Returns how a process died, and on which line of a file."""
+    """Returns how a process died, in words, with the line of the file if it is known."""
     how, *frames = died.ended.splitlines()
     name = Path(location).name if location.endswith(".py") else f"{location.rpartition('.')[2]}.py"
-    own = [frame for frame in frames if f'/{name}"' in frame]
-    line = re.search(r"line \d+", own[0]) if own else None
-    return how.rstrip(",") + (f", on {line.group()}" if line else "")
+    in_file = [frame for frame in frames if f'/{name}"' in frame]
+    line = re.search(r"line \d+", in_file[0]) if in_file else None
+    ended = how.rstrip(",")
+    return f"{ended}, on {line.group()}" if line else ended

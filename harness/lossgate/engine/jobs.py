@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a child is asked to do: data that pickles, with candidates by the names of their sources."""
+"""Jobs for children, as data that pickles. Candidates are given by their sources."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -38,25 +38,32 @@ class CellName:
         return cls(source, held_to, cell.layout, cell.dtype, cell.world, cell.device, also)
 
     def load(self) -> Cell:
-        """Loads the candidate and finds the property."""
-        held_to, *also = map(find_property, (self.property, *self.also))
-        return Cell(load_candidate(self.source), self.layout, self.dtype, held_to, self.world, self.device, tuple(also))
+        """Loads the candidate and finds the properties."""
+        held_to, also = find_property(self.property), tuple(map(find_property, self.also))
+        return Cell(load_candidate(self.source), self.layout, self.dtype, held_to, self.world, self.device, also)
 
 
 @dataclass(frozen=True)
-class CellJob:
-    """Verifies a cell. It returns the record, and what was run without the cell itself, which the
-    parent has.
-    """
+class _InCell:
+    """A job in a cell."""
 
     name: CellName
     sources: Sequence[str]
-    """The candidates of the run, whose files may also register a property."""
-    settings: Settings
+    """The sources of candidates. Their files may also register properties."""
 
     def load(self) -> None:
         for source in self.sources:
             load_candidate(source)
+
+
+@dataclass(frozen=True)
+class CellJob(_InCell):
+    """Verifies a cell.
+
+    It returns the record, and the fields of the ``CellRun`` without the cell, which the parent has.
+    """
+
+    settings: Settings
 
     def run(self) -> tuple[CellRecord, dict[str, Any]]:
         result = run_cell(self.name.load(), self.settings, lambda: tell(News.AGREES))
@@ -78,17 +85,11 @@ class ImportJob:
 
 
 @dataclass(frozen=True)
-class CasesJob:
-    """Runs problems one after the other; returns what came of each."""
+class CasesJob(_InCell):
+    """Runs problems of a cell one after the other, and returns their results."""
 
-    name: CellName
-    sources: Sequence[str]
     problems: Sequence[Problem]
     timeout: float
-
-    def load(self) -> None:
-        for source in self.sources:
-            load_candidate(source)
 
     def run(self) -> list[CaseResult]:
         return run_cases(self.name.load(), self.problems, self.timeout)

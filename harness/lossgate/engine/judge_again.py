@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the problems of a failure file show now, in a cell of today."""
+"""Judges the problems of a failure file in a cell of today."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -18,24 +18,21 @@ from lossgate.engine.verdict import pooled_disagreements, pooled_outputs
 from lossgate.problems.problem import Problem
 
 _BYTES = 32
-"""Of each number of the largest tensor: float64, with its gradient and two tensors on the way."""
+"""Bytes for each number of the largest tensor: float64, with its gradient and two temporaries."""
 
 
 @dataclass(frozen=True)
 class Again:
-    """What the problems of a failure file show now."""
+    """The results on the problems of a failure file."""
 
     cases: Sequence[CaseResult]
-    """One for each example."""
-    wrong: tuple[str, ...]
-    """What is wrong, in words; nothing if the kernel agrees."""
-    symptoms: Collection[str]
-    """In what, as symptoms name it."""
-
-    @property
-    def failing(self) -> CaseResult | None:
-        """The first case that disagrees by itself, and not only pooled."""
-        return next((case for case in self.cases if not case.agrees), None)
+    """One result for each example of the file."""
+    wrong: tuple[str, ...] = ()
+    """What is wrong, in words. Empty if the kernel agrees."""
+    symptoms: Collection[str] = ()
+    """The symptoms of ``wrong``."""
+    failing: CaseResult | None = None
+    """The first case that disagrees by itself, and not only pooled."""
 
 
 def judge_again(failure: FailureFile, cell: Cell, timeout: float) -> Again:
@@ -49,39 +46,34 @@ def judge_again(failure: FailureFile, cell: Cell, timeout: float) -> Again:
         _check_memory(problem)
     cases = _run(cell, failure.problems(), timeout)[-len(failure.examples) :]
     failing = next((case for case in cases if not case.agrees), None)
-    return Again(cases, *_wrong(failure, cases, failing))
-
-
-def _wrong(
-    failure: FailureFile, cases: Sequence[CaseResult], failing: CaseResult | None
-) -> tuple[tuple[str, ...], Collection[str]]:
-    """Returns what is wrong, in words; and in what, as symptoms name it."""
     if failing is not None:
-        return failing.findings, failing.symptoms
+        return Again(cases, failing.findings, failing.symptoms, failing)
     if not failure.pooled:
-        return (), ()
+        return Again(cases)
     pooled = pooled_outputs(cases)
-    return pooled_disagreements(pooled), [str(one.output) for one in pooled if not one.agrees]
+    return Again(cases, pooled_disagreements(pooled), [str(one.output) for one in pooled if not one.agrees])
 
 
 def _run(cell: Cell, problems: Sequence[Problem], timeout: float) -> list[CaseResult]:
-    """Runs problems in a process of their own, if that can load the candidate and the property."""
+    """Runs problems in a new process, if that can load the candidate and the property."""
     if cell.world == "simulated" and has_source(cell.candidate):
-        with suppress(UsageError):
+        with suppress(UsageError):  # the new process may not know the property
             return run_in_child(cell, problems, timeout)
     return run_cases(cell, problems, timeout)
 
 
 def _check_memory(problem: Problem) -> None:
-    """Refuses a problem that this machine can't hold. Its process would be ended, as if by the
+    """Refuses a problem that this machine can't hold.
+
+    The system would end the process for want of memory, and that would look like a crash of the
     kernel.
 
     Raises:
-        UsageError: with what it needs.
+        UsageError: if the problem needs more memory than the machine has.
     """
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if (needed := _BYTES * size_of(problem)) > machine:
         raise UsageError(
             f"the problem has tensors of {size_of(problem):,} numbers, which need about {needed / 2**30:.0f} GiB with "
-            f"their gradients, and this machine has {machine / 2**30:.0f} GiB; replay it on a larger one"
+            f"their gradients, and this machine has {machine / 2**30:.0f} GiB; replay it on a larger machine"
         )

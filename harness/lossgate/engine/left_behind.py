@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cell leaves changed in its process beside what each task restores: the next one has it as
-it was.
+"""Restores state of the process that a cell has changed, so that the next cell starts as it did.
 
-See ``worlds/process_state.py`` for the rest. These take too long to read before each task.
+``worlds/process_state.py`` restores the rest after each task. The state here takes too long to read
+that often.
 """
 
 import os
@@ -25,30 +25,31 @@ class LeftBehind:
 
     process: ProcessState
     numpy_random: Any
-    """The state of NumPy's generator, or None if nobody has imported NumPy."""
+    """The state of NumPy's generator. None if NumPy is not imported."""
     folder: str
     handlers: tuple[Any, ...]
     recursion_limit: int
     streams: tuple[Any, ...]
     """``sys.stdin``, ``sys.stdout`` and ``sys.stderr``."""
     descriptors: tuple[int, ...]
-    """Copies of those of the system, which a kernel may close or turn elsewhere."""
+    """Copies of the file descriptors 0, 1 and 2, which a kernel may close or redirect."""
 
     @classmethod
     def capture(cls) -> "LeftBehind":
-        """Captures the state of this process. Call it in its main thread."""
+        """Captures the state of this process. Call it in the main thread."""
+        numpy = sys.modules.get("numpy")
         return cls(
-            ProcessState.capture(),
-            numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None,
-            os.getcwd(),
-            tuple(signal.getsignal(each) for each in _HANDLED),
-            sys.getrecursionlimit(),
-            (sys.stdin, sys.stdout, sys.stderr),
-            tuple(os.dup(number) for number in _STREAMS),
+            process=ProcessState.capture(),
+            numpy_random=numpy.random.get_state() if numpy is not None else None,
+            folder=os.getcwd(),
+            handlers=tuple(signal.getsignal(each) for each in _HANDLED),
+            recursion_limit=sys.getrecursionlimit(),
+            streams=(sys.stdin, sys.stdout, sys.stderr),
+            descriptors=tuple(os.dup(number) for number in _STREAMS),
         )
 
     def restore(self) -> None:
-        """Sets it back. Call it once."""
+        """Restores the state. Call it once."""
         self.process.restore()
         if self.numpy_random is not None:
             sys.modules["numpy"].random.set_state(self.numpy_random)
@@ -56,7 +57,7 @@ class LeftBehind:
         sys.setrecursionlimit(self.recursion_limit)
         sys.stdin, sys.stdout, sys.stderr = self.streams
         for number, copy in zip(_STREAMS, self.descriptors, strict=True):
-            with suppress(OSError):  # a kernel closed the copy too
+            with suppress(OSError):  # the kernel closed the copy, too
                 os.dup2(copy, number)
                 os.close(copy)
         signal.setitimer(signal.ITIMER_REAL, 0)

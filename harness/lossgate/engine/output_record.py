@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of an output of a cell: the numbers from which its verdict follows, as data."""
+"""The record of one output of a cell: the numbers from which the verdict follows, as data."""
 
 from math import inf
 from typing import Annotated, cast
@@ -12,24 +12,24 @@ Size = Annotated[float, Meta(ge=0)]
 
 
 class PooledNoiseRecord(Struct, frozen=True, kw_only=True):
-    """The noise of an output over all problems of a cell that say something about it."""
+    """The noise of an output, pooled over the problems that say something about it."""
 
     problems: Count
     noise: Size
-    """What a quarter of the problems reach, in units of the noisiest correct run of each."""
+    """The noise that a quarter of the problems reach, in units of the noisiest correct run of each
+    problem."""
     limit: Size
 
 
 class PooledRecord(Struct, frozen=True, kw_only=True):
-    """The scale of an output over all problems of a cell that say something about it, and its
-    noise.
-    """
+    """The scale and noise of an output, pooled over the problems that say something about them."""
 
     problems: Count
     scale: float
-    """By how much the output is too large, relative to the reference."""
+    """The error in the size of the output, relative to the reference. It is positive if the output
+    is too large."""
     limit: Size
-    """The largest that rounding explains, on either side of 0."""
+    """The largest ``scale`` that rounding explains, on either side of 0."""
     noise: PooledNoiseRecord | None = None
     """Null if too few problems say something about the noise."""
 
@@ -44,21 +44,25 @@ class PooledRecord(Struct, frozen=True, kw_only=True):
 
 
 class OutputRecord(Struct, frozen=True, kw_only=True):
-    """One output of a cell: how it compared on each problem. ``cases``, ``scale``, ``limit``,
-    ``sd``, ``mean``, ``noise`` and the lists in ``shares`` have one entry for each comparison.
+    """The comparisons of one output of a cell.
+
+    ``cases``, ``scale``, ``limit``, ``sd``, ``mean``, ``noise`` and the lists in ``shares`` have
+    one entry for each comparison.
     """
 
     name: str
     """``loss``, ``logprobs``, ``token_entropy``, a metric, or ``grad of`` an input."""
     metric: bool
-    """It may be zero on every problem: a share of tokens that are clipped, say."""
+    """Whether it is a metric. A metric may be zero on every problem, such as the share of tokens
+    that are clipped."""
     cases: tuple[Count, ...] = ()
     """The number of each problem on which it was compared."""
     without_numbers: tuple[Count, ...] = ()
-    """The number of each further problem: there it is exactly zero in every correct run, or it is
-    not finite, which is a fault."""
+    """The number of each problem without such numbers. There the output is exactly zero in every
+    correct run, or it is not finite, which is a fault."""
     scale: tuple[float, ...] = ()
-    """By how much the output is too large, relative to the reference."""
+    """The error in the size of the output, relative to the reference. It is positive if the output
+    is too large."""
     limit: tuple[Size, ...] = ()
     """The largest ``scale`` that rounding explains, on either side of 0."""
     sd: tuple[Size, ...] = ()
@@ -66,23 +70,22 @@ class OutputRecord(Struct, frozen=True, kw_only=True):
     mean: tuple[float, ...] = ()
     """Mean of ``scale`` over correct runs that round."""
     noise: tuple[Size | None, ...] = ()
-    """How noisy the output is, in units of the noisiest correct run that rounds; null if none has
-    any noise."""
+    """How noisy the output is, in units of the noisiest correct run that rounds; null if no correct
+    run has noise."""
     vacuous: tuple[Count, ...] = ()
-    """The entries of comparisons whose reference was zero, so that no error of scale could show."""
+    """The entries in which the reference was zero, so that no error in scale could show."""
     silent: tuple[Count, ...] = ()
-    """The entries of comparisons in which rounding explains an output of zero, and one that is
-    twice as large."""
+    """The entries in which rounding explains even an output of zero, or of twice the size."""
     shares: dict[str, tuple[Size | None, ...]] = field(default_factory=dict)
-    """Each other statistic as a share of its limit, rounded up to three digits: over 1, or null for
-    any number over a limit of zero, is a disagreement. 0 where it was not measured. Outputs that
-    are a number have none."""
+    """Each other statistic as a share of its limit, rounded up to three digits. A share over 1 is a
+    disagreement, and so is null, which stands for any number over a limit of zero. A share is 0 if
+    it was not measured. Outputs that are a single number have no shares."""
     unit: Size = 0.0
     """Unit roundoff of the output's dtype."""
     kernels: Count = 1
-    """How many kernels' rounding is in it."""
+    """The number of kernels whose rounding is in the output: 2 if two kernels are compared."""
     faults: tuple[str, ...] = ()
-    """What is wrong whatever the noise, in words."""
+    """What is wrong regardless of noise, in words."""
     pooled: PooledRecord | None = None
     """Null if no problem says anything about the scale."""
     planted: dict[str, Size] = field(default_factory=dict)
@@ -92,10 +95,10 @@ class OutputRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def margins(self) -> dict[str, float]:
-        """The largest share of its limit that each statistic had; over 1 is a disagreement."""
+        """The largest share of its limit that each statistic reached. Over 1 is a disagreement."""
         scales = zip(self.scale, self.limit, strict=False)
-        found = {"scale": max((_share(abs(scale), limit) for scale, limit in scales), default=0.0)}
-        return found | {name: _largest(shares) for name, shares in self.shares.items()}
+        of_scale = max((_share(abs(scale), limit) for scale, limit in scales), default=0.0)
+        return {"scale": of_scale, **{name: _largest(shares) for name, shares in self.shares.items()}}
 
     @property
     def disagrees(self) -> bool:
@@ -105,14 +108,16 @@ class OutputRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def must_be_compared(self) -> bool:
-        """Whether its scale must be compared. A metric may be zero everywhere."""
+        """Whether AGREE requires that its scale was compared. Metrics may be zero everywhere."""
         return not self.metric or bool(self.silent)
 
 
 def _share(value: float, limit: float) -> float:
-    return value / limit if limit else inf if value else 0.0
+    if limit:
+        return value / limit
+    return inf if value else 0.0
 
 
 def _largest(shares: tuple[float | None, ...]) -> float:
-    """Returns the largest share of a limit; None, which is one over a limit of 0, is infinite."""
+    """Returns the largest share of a limit. None stands for a number over a limit of 0."""
     return inf if None in shares else max(cast("tuple[float, ...]", shares), default=0.0)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of its own mistakes a property would have shown on the problems that were tried."""
+"""Finds out which of a property's own mistakes the problems of a cell would have shown.
+
+A property's own mistakes are the mistakes that it is there to find.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,41 +14,43 @@ from lossgate.properties import Property
 from lossgate.properties.registry import OwnMistake, Said
 
 SaidByProblem = Mapping[str, Said]
-"""What a problem says of the mistakes of a property, by their sentences."""
+"""Whether a problem would show each mistake of a property, by the sentences of the mistakes."""
 
 
 def said_by(case: Case, held_to: Property, shown: Collection[str] = ()) -> SaidByProblem:
-    """Returns what a problem says of the mistakes of a property. The candidate may have to run.
+    """Returns whether a problem would show each mistake of a property. The candidate may run.
 
     Args:
         case: the problem.
         held_to: the property.
-        shown: the sentences of mistakes that are not asked about, because others show them.
+        shown: the sentences of mistakes to leave out, because other problems show them.
 
     Raises:
         RankFailure: if a rank failed.
         CandidateError: if the candidate broke its declared interface.
     """
     asked = [own for own in held_to.mistakes(case.candidate) if own.sentence not in shown]
-    return {own.sentence: own.said_by(case) for own in asked} if asked and held_to.fits(case) else {}
+    if not asked or not held_to.fits(case):
+        return {}
+    return {own.sentence: own.said_by(case) for own in asked}
 
 
 def may_show(case: Case, held_to: Property, sentences: Collection[str]) -> bool:
-    """Returns whether a problem may show one of some mistakes. The candidate does not run."""
+    """Returns whether a problem may show any of these mistakes. The candidate does not run."""
     asked = [own for own in held_to.mistakes(case.candidate) if own.sentence in sentences]
     return held_to.fits(case) and any(own.matters(case) and own.can_show(case) for own in asked)
 
 
 def choice_behind(own: OwnMistake, case: Case) -> ForcedOption | None:
-    """Returns the choice of an option without which a mistake does not matter on a problem; None if
-    there is none.
+    """Returns the choice of an option that a mistake needs in order to matter on a problem; None if
+    it needs none.
     """
     for name, value in case.problem.options.items():
         others = {other: chosen for other, chosen in case.problem.options.items() if other != name}
         try:
             if not own.matters(Case(case.candidate, replace(case.problem, options=others), case.world)):
                 return ForcedOption(name, (value,))
-        except UsageError:  # the others are not valid without it, or not supported
+        except UsageError:  # the other options are not valid without this one, or not supported
             continue
     return None
 
@@ -56,16 +61,16 @@ def shown_by(problems: Iterable[SaidByProblem]) -> set[str]:
 
 
 def unseen(problems: Sequence[SaidByProblem]) -> list[str]:
-    """Returns the sentences of those that matter on some problem, and that none shows."""
+    """Returns the sentences of the mistakes that matter on some problem but that none shows."""
     hidden = (sentence for problem in problems for sentence, said in problem.items() if said is Said.HIDDEN)
     shown = shown_by(problems)
     return [sentence for sentence in dict.fromkeys(hidden) if sentence not in shown]
 
 
 def gaps_of(held_to: Property, problems: Sequence[SaidByProblem]) -> tuple[str, ...]:
-    """Returns the same as reasons against AGREE, with the way out."""
+    """Returns a reason against AGREE for each mistake that matters but that no problem shows."""
     return tuple(
         f"property {held_to.name}: no problem would have shown a kernel in which {sentence}; raise --examples, or "
-        f"declare exempt={{{held_to.name!r}: 'why it is not held to it'}}"
+        f"declare exempt={{{held_to.name!r}: 'why the kernel need not keep it'}}"
         for sentence in unseen(problems)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cells a run verifies."""
+"""Plans the cells that a run verifies."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -20,30 +20,35 @@ def plan(candidates: Iterable[Candidate], settings: Settings) -> list[Cell]:
     A candidate with a known failure has one cell: that of its frozen example.
 
     Raises:
-        UsageError: if a candidate has no cell, or there is no such world.
+        UsageError: if a candidate has no cell, or if the world is unknown.
     """
     try:
-        most_ranks(settings.world)  # there is such a world
+        most_ranks(settings.world)  # raises if the world is unknown
     except UsageError as error:
         raise UsageError(f"{settings.where('world')}{error}") from None
     cells: list[Cell] = []
     for candidate in candidates:
         own = list(_cells(candidate, settings))
         if not own:
-            axes = f"axes {', '.join(candidate.axes)}" if candidate.axes else "no axes"
-            layouts = ", ".join(settings.layouts) or f"of up to {settings.ranks} ranks"
-            ways = [_given_by(settings, name, flag) for name, flag in (("layouts", "--layout"), ("dtypes", "--dtype"))]
-            raise UsageError(
-                f"candidate {candidate.name!r}: nothing to verify; it has {axes} and dtypes "
-                f"{', '.join(candidate.dtypes)}, and the run has layouts {layouts} and dtypes "
-                f"{', '.join(settings.dtypes) or 'of any kind'}. Change {' or '.join(ways)}, or leave the candidate out"
-            )
+            raise _nothing_to_verify(candidate, settings)
         cells += own
     return cells
 
 
+def _nothing_to_verify(candidate: Candidate, settings: Settings) -> UsageError:
+    axes = f"axes {', '.join(candidate.axes)}" if candidate.axes else "no axes"
+    layouts = ", ".join(settings.layouts) or f"of up to {settings.ranks} ranks"
+    dtypes = ", ".join(settings.dtypes) or "of any kind"
+    give_layouts, give_dtypes = _given_by(settings, "layouts", "--layout"), _given_by(settings, "dtypes", "--dtype")
+    return UsageError(
+        f"candidate {candidate.name!r}: nothing to verify; it has {axes} and dtypes {', '.join(candidate.dtypes)}, "
+        f"but the run asks for layouts {layouts} and dtypes {dtypes}. Change {give_layouts} or {give_dtypes}, or leave "
+        "the candidate out"
+    )
+
+
 def _given_by(settings: Settings, name: str, flag: str) -> str:
-    """Returns what gives a setting, in words."""
+    """Returns the place that sets a setting, in words, or else its flag."""
     return settings.where(name).removesuffix(": ") or flag
 
 
@@ -54,52 +59,43 @@ def _cells(candidate: Candidate, settings: Settings) -> Iterator[Cell]:
         yield Cell(candidate, problem.layout, problem.dtype, find_property(known.property), known.world, known.device)
         return
     places = layouts_and_dtypes(candidate, settings)
-    for held_to, also in held_together(candidate, settings):
+    for held_to, further in held_together(candidate, settings):
         for layout, dtype in places:
-            own = tuple(one for one in also if _is_checked_on(one, layout, dtype, places, settings))
-            yield Cell(candidate, layout, dtype, held_to, settings.world, settings.device, own)
+            also = tuple(one for one in further if _is_checked_on(one, layout, dtype, places, settings))
+            yield Cell(candidate, layout, dtype, held_to, settings.world, settings.device, also)
 
 
 def _is_checked_on(
     held_to: Property, layout: Layout, dtype: str, places: Sequence[tuple[Layout, str]], settings: Settings
 ) -> bool:
-    """Returns whether a property is checked beside agreement on a layout, in a dtype.
+    """Returns whether the cell of agreement on a layout, in a dtype, also checks another property.
 
-    Args:
-        held_to: the property.
-        layout: the layout.
-        dtype: the dtype.
-        places: where the candidate is verified.
-        settings: of the run.
+    ``places`` are the layouts and dtypes on which the candidate is verified.
     """
     if held_to.of_ranks or settings.layouts or settings.properties:
         return True
     allowed = [own for own, _ in places if max(own.sizes.values()) <= settings.property_ranks]
     if settings.matrix == "full":
         return layout in allowed
-    # A kernel that is called in another way takes other branches where an axis is split, but hardly
-    # others for each axis or dtype: one rank in each dtype, and most axes split in one.
+    # These properties call a kernel in other ways. The branches that it then takes depend on
+    # whether axes are split, and hardly on which axis or on the dtype. So a single rank in each
+    # dtype and, in one dtype, the layouts that split most axes are enough.
+    if not layout.axes:
+        return True
     most = max((len(own.axes) for own in allowed), default=0)
-    return not layout.axes or (
-        layout in allowed and len(layout.axes) == most and dtype == finest([one for _, one in places])
-    )
+    return layout in allowed and len(layout.axes) == most and dtype == finest([one for _, one in places])
 
 
 def held_together(candidate: Candidate, settings: Settings) -> list[tuple[Property, tuple[Property, ...]]]:
-    """Returns to what a candidate is held: each property that has cells of its own, and those that
-    are checked in the same cells.
+    """Returns the properties that have cells, each with the further properties of these cells.
 
-    Agreement has cells, and all others are checked in them. If it is not among the properties that
-    a run names, each has its own.
+    Agreement has cells, and all other properties are checked in them. If a run names properties
+    without agreement, each of them has its own cells.
 
     Raises:
-        UsageError: if the candidate is exempt from a property that there is not.
+        UsageError: if the candidate or the run names an unknown property.
     """
-    for name in candidate.exempt:
-        try:
-            find_property(name)
-        except UsageError as error:
-            raise UsageError(f"candidate {candidate.name!r}: exempt={dict(candidate.exempt)!r}: {error}") from None
+    _check_exempt(candidate)
     try:
         named = [find_property(name) for name in settings.properties] or list(PROPERTIES.values())
     except UsageError as error:
@@ -108,19 +104,29 @@ def held_together(candidate: Candidate, settings: Settings) -> list[tuple[Proper
     first = next((held_to for held_to in apply if held_to.needs_adequacy), None)
     if first is None:
         return [(held_to, ()) for held_to in apply if held_to.name not in candidate.exempt]
+    # Exempt properties stay among these, so that the record of the cell names them.
+    further = tuple(held_to for held_to in apply if not held_to.needs_adequacy)
     others = [held_to for held_to in apply if held_to.needs_adequacy and held_to is not first]
-    return [(first, tuple(p for p in apply if not p.needs_adequacy)), *((held_to, ()) for held_to in others)]
+    return [(first, further), *((held_to, ()) for held_to in others)]
+
+
+def _check_exempt(candidate: Candidate) -> None:
+    for name in candidate.exempt:
+        try:
+            find_property(name)
+        except UsageError as error:
+            raise UsageError(f"candidate {candidate.name!r}: exempt={dict(candidate.exempt)!r}: {error}") from None
 
 
 def left_out(candidates: Iterable[Candidate], settings: Settings) -> Iterator[str]:
-    """Yields a line for each layout and dtype that a run names and a candidate is not verified on.
+    """Yields a line for each layout or dtype that a run names but that a candidate leaves out.
 
-    It can't do it, or has a known failure: that is frozen on one layout, in one dtype.
+    The candidate does not support it, or has a known failure on another layout or in another dtype.
     """
     for candidate in candidates:
         known = candidate.known_failure
-        frozen = None if known is None else read_known_failure(known).examples[0].problem
-        only = "" if known is None or frozen is None else f"its known failure {known.name} is frozen"
+        frozen = read_known_failure(known).examples[0].problem if known is not None else None
+        only = f"its known failure {known.name} is frozen" if known is not None else ""
         axes = f"axes are {', '.join(candidate.axes)}" if candidate.axes else "declaration names no axes"
         for layout in dict.fromkeys(map(Layout.parse, settings.layouts)):
             if not set(layout.axes) <= set(candidate.axes):
@@ -135,7 +141,7 @@ def left_out(candidates: Iterable[Candidate], settings: Settings) -> Iterator[st
 
 
 def read_known_failure(known: KnownFailure) -> FailureFile:
-    """Reads the failure file of a known failure; its first example is the frozen one.
+    """Reads the failure file of a known failure. Its first example is the frozen one.
 
     Raises:
         UsageError: if the file cannot be read, or its problems disagree only when pooled.
@@ -144,6 +150,6 @@ def read_known_failure(known: KnownFailure) -> FailureFile:
     if failure.pooled:
         raise UsageError(
             f"known failure {known.name}: the problems in {known.example} disagree only when pooled; "
-            "freeze one that disagrees on its own"
+            "freeze a problem that disagrees on its own"
         )
     return failure

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice where a property fails by so little that a coarser ``Precision`` would explain it."""
+"""Advice for failures of a property that a coarser ``Precision`` would explain."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,15 +12,15 @@ from lossgate.specs.outputs import Output
 from lossgate.worlds.base import World
 
 _WITH_ROOM = 0.8
-"""The largest share of a limit at which a coarser precision is said to agree: near it, another run
-might not.
+"""The largest share of a limit at which a coarser precision is said to agree. With a larger share,
+another run might disagree.
 """
 
 
 def with_todo(cell: Cell, case: CaseResult, world: World) -> CaseResult:
-    """Returns a case of a property beside agreement with what to do, if it disagrees.
+    """Adds advice to a case that disagrees.
 
-    What to do about agreement hangs on the cause.
+    A case of agreement stays as it is, because advice on it depends on the cause.
     """
     if case.agrees or cell.property.needs_adequacy:
         return case
@@ -28,30 +28,27 @@ def with_todo(cell: Cell, case: CaseResult, world: World) -> CaseResult:
 
 
 def remedy_of(cell: Cell, failure: CaseResult, world: World) -> str:
-    """Returns what to do about a property that fails; "" if its findings say so themselves.
+    """Returns advice on a property that fails; "" if its findings say what to do.
 
-    A kernel that rounds more than it declares may break any property whose numbers are judged. What
-    the property advises has then nothing to do with it, so the declaration comes first.
-
-    Args:
-        cell: of the property.
-        failure: the case that is shown.
-        world: where its ranks run.
+    A kernel that rounds more than it declares may break any property that compares numbers. The
+    property's own advice does not help then, so advice on the declaration comes first.
     """
     if failure.says_what_to_do:
         return ""
     remedy = cell.property.remedy
-    change = _with_which_it_agrees(cell, failure, world)
+    change = _coarser_that_agrees(cell, failure, world)
     if change is None:
         return remedy
     declared = change.declared(cell.candidate, cell.dtype)
     first = (
-        f"if the kernel rounds {change.rounds} to {change.to}, declare for {cell.dtype} {declared}: with it this agrees"
+        f"if the kernel rounds {change.rounds} to {change.to}, declare for {cell.dtype} {declared}; with this "
+        "declaration, the property holds"
     )
     return f"{first}. If not, {remedy}" if remedy else first
 
 
-def _with_which_it_agrees(cell: Cell, failure: CaseResult, world: World) -> Coarser | None:
+def _coarser_that_agrees(cell: Cell, failure: CaseResult, world: World) -> Coarser | None:
+    """Returns the likeliest coarser precision with which a case agrees; None if there is none."""
     wrong = [comparison for comparison in failure.comparisons if not comparison.agrees]
     if cell.dtype == "float32" or failure.faults or not wrong or any(comparison.faults for comparison in wrong):
         return None
@@ -67,8 +64,12 @@ def _with_which_it_agrees(cell: Cell, failure: CaseResult, world: World) -> Coar
 
 
 def _likeliest_first(change: Coarser, wrong: Sequence[Output]) -> int:
-    """Sorts first the running sum over tokens if the gradient of weight alone is wrong, and then
-    what kernels round first of all: the logits.
+    """Returns the rank of a change; the likeliest has 0.
+
+    If only the gradient of weight is wrong, the running sum over tokens is likeliest. Next come
+    changes of logits, which most kernels round first.
     """
-    alone = wrong[0].name if len(wrong) == 1 and wrong[0].kind == "gradient" else ""
-    return 0 if alone == change.leaf == "weight" else 1 if change.is_of_logits else 2
+    only_weight = len(wrong) == 1 and wrong[0].kind == "gradient" and wrong[0].name == "weight"
+    if only_weight and change.leaf == "weight":
+        return 0
+    return 1 if change.is_of_logits else 2

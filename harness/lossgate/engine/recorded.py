@@ -4,6 +4,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
+from itertools import islice
 from math import ceil, copysign, floor, isfinite, log10
 from typing import Any
 
@@ -42,19 +43,12 @@ _WORST = 3
 
 
 def key_of(cell: Cell) -> CellKey:
-    """Returns what identifies a cell."""
+    """Returns the key that identifies a cell."""
     return CellKey(cell.candidate.name, cell.property.name, str(cell.layout), cell.dtype, cell.world, cell.device)
 
 
 def record_of(run: CellRun, pooled: Sequence[Pooled], verdict: Verdict, reasons: tuple[str, ...]) -> CellRecord:
-    """Returns the record of a cell.
-
-    Args:
-        run: what was run.
-        pooled: its outputs over all problems.
-        verdict: what follows from both.
-        reasons: why it is not AGREE, in words.
-    """
+    """Returns the record of a cell from what was run, the pooled outputs, and the verdict."""
     cell, candidate, cases = run.cell, run.cell.candidate, run.cases
     diagnosis = run.diagnosis or Diagnosis()
     known, disagrees = candidate.known_failure is not None, verdict is Verdict.DISAGREE
@@ -111,24 +105,31 @@ def _vocab(problems: Sequence[Problem]) -> int | None:
 
 
 def _large(cases: Iterable[CaseResult]) -> tuple[LargeProblems, ...]:
-    """Returns the large problems by their size, with how near to its limits each output came."""
-    margins: dict[tuple[int, int | None, int], dict[str, float]] = {}
+    """Returns the sizes of large problems, each with the largest margin of every output."""
+    margins_by_size: dict[tuple[int, int | None, int], dict[str, float]] = {}
     for case in cases:
         problem = case.problem
-        if is_large(problem):
-            size = problem.tokens, problem.hidden if problem.head == "hidden" else None, problem.vocab
-            outputs = margins.setdefault(size, {})
-            for one in case.comparisons:
-                if one.values:
-                    outputs[str(one.output)] = max(one.margin, outputs.get(str(one.output), 0.0))
+        if not is_large(problem):
+            continue
+        hidden = problem.hidden if problem.head == "hidden" else None
+        margins = margins_by_size.setdefault((problem.tokens, hidden, problem.vocab), {})
+        for comparison in case.comparisons:
+            if comparison.values:
+                name = str(comparison.output)
+                margins[name] = max(comparison.margin, margins.get(name, 0.0))
     return tuple(
-        LargeProblems(tokens=tokens, hidden=hidden, vocab=vocab, margins={o: share_of(m) for o, m in outputs.items()})
-        for (tokens, hidden, vocab), outputs in margins.items()
+        LargeProblems(
+            tokens=tokens,
+            hidden=hidden,
+            vocab=vocab,
+            margins={output: share_of(margin) for output, margin in margins.items()},
+        )
+        for (tokens, hidden, vocab), margins in margins_by_size.items()
     )
 
 
 def _faults(case: CaseResult) -> Sequence[str]:
-    """Returns what disagreed in a case beside its outputs, as its symptoms have it."""
+    """Returns the symptoms of a case that are no outputs."""
     return (case.failure,) if case.failure else case.faults
 
 
@@ -139,10 +140,13 @@ def _outputs(cases: Sequence[CaseResult], pools: Iterable[Pooled]) -> Iterator[O
 
 
 def _output(found: Sequence[tuple[int, Comparison]], pooled: Pooled) -> OutputRecord:
-    """Returns the record of an output, which was compared on problems with these numbers."""
+    """Returns the record of an output from its comparisons, each with the number of its problem."""
     used = [c for _, c in found if c.values]
     others = dict.fromkeys(name for c in used for name in c.values if name != SCALE)
-    planted = dict.fromkeys(name for c in used for name in c.rejected)
+    rejected: dict[str, list[bool]] = {}
+    for comparison in used:
+        for name, is_rejected in comparison.rejected.items():
+            rejected.setdefault(name, []).append(is_rejected)
     return OutputRecord(
         name=str(pooled.output),
         metric=pooled.output.kind == "metric",
@@ -160,7 +164,7 @@ def _output(found: Sequence[tuple[int, Comparison]], pooled: Pooled) -> OutputRe
         kernels=max((c.kernels for c in used if c.tells_scale), default=1),
         faults=tuple(dict.fromkeys(fault for _, c in found for fault in c.faults)),
         pooled=_pooled(pooled),
-        planted={name: _share_of(c.rejected[name] for c in used if name in c.rejected) for name in planted},
+        planted={name: round(sum(answers) / len(answers), 4) for name, answers in rejected.items()},
         blind=tuple(dict.fromkeys(name for c in used for name in c.blind)),
     )
 
@@ -179,12 +183,13 @@ def _pooled_noise(pooled: PooledNoise | None) -> PooledNoiseRecord | None:
 
 
 def _finite(value: float) -> float:
+    """Replaces a number that is not finite, because JSON has none."""
     return value if isfinite(value) else copysign(LARGEST, value)
 
 
 def share_of(share: float) -> float | None:
-    """Returns a share of a limit with few digits, rounded up so that it stays over 1 if it is; None
-    if it is infinite.
+    """Rounds a share of a limit up to few digits, so that a share over 1 stays over 1; None if it
+    is infinite.
     """
     if not isfinite(share):
         return None
@@ -194,30 +199,25 @@ def share_of(share: float) -> float | None:
     return float(f"{ceil(share * size) / size:.{_SHARE_DIGITS}g}")
 
 
-def _share_of(answers: Iterable[bool]) -> float:
-    given = list(answers)
-    return round(sum(given) / len(given), 4)
-
-
 def _worst(cases: Sequence[CaseResult]) -> Iterator[WorstExample]:
     """Yields the worst examples, at most one for each output and statistic."""
     found = [
-        (share, str(c.output), name, c, case.problem)
+        (share, statistic, comparison, case.problem)
         for case in cases
-        for c in case.comparisons
-        for name, share in c.shares.items()
+        for comparison in case.comparisons
+        for statistic, share in comparison.shares.items()
     ]
-    listed = set[tuple[str, str]]()
-    for _, output, statistic, comparison, problem in sorted(found, key=lambda one: -one[0]):
-        if len(listed) < _WORST and (output, statistic) not in listed:
-            listed.add((output, statistic))
-            yield WorstExample(
-                output=output,
-                statistic=statistic,
-                value=_finite(comparison.values[statistic]),
-                limit=_finite(comparison.limits[statistic]),
-                problem=_as_json(problem),
-            )
+    worst: dict[tuple[str, str], tuple[Comparison, Problem]] = {}
+    for _, statistic, comparison, problem in sorted(found, key=lambda one: -one[0]):
+        worst.setdefault((str(comparison.output), statistic), (comparison, problem))
+    for (output, statistic), (comparison, problem) in islice(worst.items(), _WORST):
+        yield WorstExample(
+            output=output,
+            statistic=statistic,
+            value=_finite(comparison.values[statistic]),
+            limit=_finite(comparison.limits[statistic]),
+            problem=_as_json(problem),
+        )
 
 
 def _failure(run: CellRun) -> Failure | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges the problems of a failure file again, and compares what comes of it with the file."""
+"""Judges the problems of a failure file again, and compares the results with the file."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ from lossgate.properties import find_property
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of a replay."""
+    """The result of a replay."""
 
     cell: Cell
     verdict: Verdict
-    """AGREE and DISAGREE are about the problems of the file alone. INCONCLUSIVE if nothing could
-    have shown on them."""
+    """The verdict on the problems of the file alone. INCONCLUSIVE if no mistake could have shown on
+    them."""
     findings: tuple[str, ...]
-    """What is wrong, or why nothing is known; what verify said of its cause, if it is wrong as it
-    was then; then on which problems, and after which."""
+    """Lines that say what is wrong, or why nothing is known; then the cause that verify found, if
+    the kernel is wrong in the same way as then; then the problems of the file."""
     since: str
-    """How it compares with what the file says, in words; "" if nothing is known of that."""
+    """How the result compares with the file, in words; "" if nothing is known."""
     exact: bool
-    """Every statistic is the number in the file."""
+    """Whether every statistic has the same number as in the file."""
 
     @property
     def disagrees(self) -> bool:
@@ -40,15 +40,16 @@ class Replayed:
 
     @property
     def title(self) -> str:
-        """The verdict, and on what."""
+        """The verdict and what it is about."""
         cell = self.cell
         of = "" if cell.property.needs_adequacy else f"  {cell.property}"
         return f"{self.verdict}  {cell.candidate.name}{of}  {cell.dtype}  {cell.layout}"
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """All of it, in words."""
-        return (self.title, *(f"  {line}" for line in self.findings), *([f"  {self.since}"] if self.since else []))
+        """The whole result as lines of text."""
+        below = [*self.findings, self.since] if self.since else self.findings
+        return (self.title, *(f"  {line}" for line in below))
 
 
 def replay_failure(
@@ -57,67 +58,78 @@ def replay_failure(
     """Judges the problems of a failure file again.
 
     Args:
-        failure: what the file holds.
-        candidate: judge this one (``file.py:name``) in place of the one that the file names.
+        failure: the content of the file.
+        candidate: another candidate to judge (``file.py:name``) in place of the one in the file.
         world: where ranks run; by default where the problems failed.
-        timeout: seconds after which ranks that do not go on count as hanging.
+        timeout: seconds after which ranks that make no progress count as hanging.
 
     Raises:
-        UsageError: if the candidate cannot be read, or does not fit the problem; or the timeout is
-            not positive, or a problem is too large for this machine.
-        WorldLost: if a rank is gone and cannot be replaced, or the process of the ranks has ended
-            and not by the kernel.
+        UsageError: if the candidate cannot be read, or does not fit the problem; or if the timeout
+            is not positive, or a problem is too large for this machine.
+        WorldLost: if a rank is gone and cannot be replaced, or if the process of the ranks has
+            ended and the kernel did not end it.
     """
     settings = Settings() if timeout is None else Settings(timeout=timeout)
     cell = _cell_of(failure, candidate, world)
     again = judge_again(failure, cell, settings.timeout)
-    reasons, cases = again.failing.reasons if again.failing else again.wrong, again.cases
+    cases = again.cases
+    reasons = again.failing.reasons if again.failing else again.wrong
     verdict = Verdict.DISAGREE if reasons else Verdict.AGREE
     if not reasons and not failure.is_as_written() and (why := why_it_shows_nothing(cell, cases)):
         verdict, reasons = Verdict.INCONCLUSIVE, (why,)
-    exact = [FrozenCase.of(case).statistics for case in cases] == [frozen.statistics for frozen in failure.examples]
+    then = [frozen.statistics for frozen in failure.examples]
+    exact = then == [FrozenCase.of(case).statistics for case in cases]
     since = since_written(failure, again.symptoms, exact=exact, other=candidate is not None)
-    found = [line for reason in reasons for line in reason.splitlines()]
+    findings = [line for reason in reasons for line in reason.splitlines()]
     if candidate is None and is_as_it_was(failure, again.symptoms):
-        found += [_said(line) for line in failure.causes]
-    return Replayed(cell, verdict, (*found, *_on(failure, again.failing)), since, exact)
+        findings += [_as_said_by_verify(line) for line in failure.causes]
+    findings += _on(failure, again.failing)
+    return Replayed(cell, verdict, tuple(findings), since, exact)
 
 
-def _said(line: str) -> str:
-    """Returns a line of a cause, which is not looked for again, as what verify said of it."""
+def _as_said_by_verify(line: str) -> str:
+    """Makes a line about the cause say that verify found it. A replay looks for no cause."""
     return f"verify said of the {line}" if line.startswith("cause: ") else line
 
 
 def _cell_of(failure: FailureFile, candidate: str | None, world: str | None) -> Cell:
-    """Returns what is judged again.
+    """Returns the cell in which the problems are judged again.
 
     Raises:
-        UsageError: if the candidate cannot be read, or is not held to the property.
+        UsageError: if the candidate cannot be read, or if the property does not apply to it.
     """
     found, problem = candidate_of(failure, candidate), failure.examples[0].problem
     held_to = find_property(failure.property)
     if not held_to.applies(found):
-        raise UsageError(f"candidate {found.name!r} is not held to property {held_to.name!r}: it does not apply to it")
+        raise UsageError(
+            f"property {held_to.name!r} does not apply to candidate {found.name!r}; name another candidate"
+        )
     return Cell(found, problem.layout, problem.dtype, held_to, world or failure.world, failure.device)
 
 
 def why_it_shows_nothing(cell: Cell, cases: Sequence[CaseResult]) -> str:
-    """Returns why no problem could have shown that a kernel is wrong; "" if one could."""
+    """Returns why no problem could have shown that a kernel is wrong; "" if a problem could."""
     if not any(case.fits for case in cases):
-        return f"property {cell.property} says nothing of this problem"
+        return f"this problem says nothing about property {cell.property}"
     comparisons = [comparison for case in cases for comparison in case.comparisons]
     if not cell.property.needs_adequacy or any(comparison.tells_scale for comparison in comparisons):
         return ""
     if all(comparison.vacuous for comparison in comparisons):
-        return "every output is 0 in the reference, as where no token is trained, so that the problem shows nothing"
-    return "rounding explains even a result of zero, so that the problem shows nothing"
+        return (
+            "every output is 0 in the reference, for example because no token is trained, so this problem shows nothing"
+        )
+    return "rounding explains even a result of zero, so this problem shows nothing"
 
 
 def _on(failure: FailureFile, failing: CaseResult | None) -> Iterator[str]:
-    """Yields on which problems, and after which."""
-    problem = failure.examples[0].problem if failing is None else failing.problem
-    yield f"on: {len(failure.examples)} problems, pooled" if failure.pooled else f"on: {problem.describe()}"
-    yield from (f"  {line}" for line in (failing.side_by_side if failing else ()))
+    """Yields lines that describe the problems, the wrong entries, and the calls before."""
+    if failure.pooled:
+        yield f"on: {len(failure.examples)} problems, pooled"
+    else:
+        problem = failure.examples[0].problem if failing is None else failing.problem
+        yield f"on: {problem.describe()}"
+    if failing is not None:
+        yield from (f"  {line}" for line in failing.side_by_side)
     if failure.earlier:
         yield f"after {counted(len(failure.earlier), 'call')} with other problems, in the same process"
 
@@ -126,11 +138,11 @@ def candidate_of(failure: FailureFile, candidate: str | None = None) -> Candidat
     """Loads the candidate of a failure file.
 
     Args:
-        failure: what the file holds.
-        candidate: the one to take in its place.
+        failure: the content of the file.
+        candidate: another candidate to load in its place.
 
     Raises:
-        UsageError: if it cannot be read, or its spec has not the options of the problems.
+        UsageError: if the candidate cannot be read, or if its spec lacks an option of the problems.
     """
     location = failure.candidate.rpartition(":")[0]
     if candidate is None and location.endswith(".py") and not Path(location).is_file():
@@ -146,14 +158,14 @@ def candidate_of(failure: FailureFile, candidate: str | None = None) -> Candidat
 
 
 def _check_options(candidate: Candidate, failure: FailureFile) -> None:
-    """Refuses problems with options that the spec of today does not have.
+    """Refuses problems whose options the spec does not accept any more.
 
     Raises:
-        UsageError: if there is one.
+        UsageError: if there is such a problem.
     """
     for frozen in failure.examples:
         if frozen.problem.spec != candidate.spec.name:
-            continue  # the message is then about that
+            continue  # another check refuses the other spec, with a message of its own
         try:
             candidate.spec.bind(frozen.problem.options)
         except UsageError as error:
@@ -164,70 +176,58 @@ def _check_options(candidate: Candidate, failure: FailureFile) -> None:
 
 
 def since_written(failure: FailureFile, symptoms: Collection[str], *, exact: bool, other: bool) -> str:
-    """Returns what is known of a failure since its file was written; "" if nothing is.
+    """Returns how a failure has changed since its file was written, in words; "" if nothing is
+    known.
 
     Args:
-        failure: what the file holds.
-        symptoms: in what the candidate disagrees now; empty if it agrees.
-        exact: every statistic is the one in the file.
-        other: another candidate was replayed than the one that the file names.
+        failure: the content of the file.
+        symptoms: the symptoms of today. Empty if the candidate agrees.
+        exact: whether every statistic has the same number as in the file.
+        other: whether another candidate was replayed than that of the file.
     """
     if exact and symptoms:
         return "it fails exactly as when the file was written"
     if other:
         return ""
     if not failure.is_as_written():
-        return "the problem is not known to be the one with which the file was written, so nothing is compared"
+        return "the problems may have been edited since the file was written, so nothing is compared with it"
+    changed = _changed_versions(failure)
+    if not symptoms and changed:
+        return f"the failure is gone: the kernel agrees on this problem now; but {changed}"
     if not symptoms:
-        return _mended(failure)
-    was, now = (listed(names) for names in (_symptoms_in(failure), symptoms))
+        return "the failure is mended: the kernel agrees on this problem now"
+    now = listed(symptoms)
     if not is_as_it_was(failure, symptoms):
-        return f"it disagrees otherwise than when the file was written: then in {was}, now in {now}{_and(failure)}"
-    return f"it still disagrees in {now}, with other numbers than in the file{_and(failure) or _POSSIBLE}"
+        then = listed(_symptoms_in(failure))
+        also = f"; {changed}" if changed else ""
+        return f"it disagrees differently than when the file was written: then in {then}, now in {now}{also}"
+    why = f"; {changed}" if changed else ": the kernel, its spec or the machine has changed"
+    return f"it still disagrees in {now}, with other numbers than in the file{why}"
 
 
 def is_as_it_was(failure: FailureFile, symptoms: Collection[str]) -> bool:
-    """Returns whether the problems of a file are as they were written, and show the same today.
-
-    Args:
-        failure: what the file holds.
-        symptoms: in what a candidate disagrees now; empty if it agrees.
-    """
+    """Returns whether the symptoms of today are the same as when the file was written."""
     return bool(symptoms) and failure.is_as_written() and {*symptoms} == {*_symptoms_in(failure)}
 
 
-_POSSIBLE = ": the kernel, its spec or the machine is another one"
-
-
-def _mended(failure: FailureFile) -> str:
-    if changed := _changed(failure):
-        return f"the failure is gone: the kernel agrees on this problem now; but {changed} since the file was written"
-    return "the failure is mended: the kernel agrees on this problem now"
-
-
 def _symptoms_in(failure: FailureFile) -> Collection[str]:
-    """Returns in what the candidate disagreed on the problems of the file."""
+    """Returns the symptoms of the problems of the file, as they were written."""
     if failure.pooled:
         return failure.symptoms
     return {symptom for frozen in failure.examples for symptom in frozen.symptoms}
 
 
-def _and(failure: FailureFile) -> str:
-    changed = _changed(failure)
-    return changed and f"; {changed} since the file was written"
-
-
-def _changed(failure: FailureFile) -> str:
-    """Returns which versions are others than in the file, in words; "" if none is."""
+def _changed_versions(failure: FailureFile) -> str:
+    """Returns the versions that differ from those in the file, in words; "" if none does."""
     now = versions()
     changed = [
         f"{name} went from {failure.versions[name]} to {now[name]}"
         for name in now
         if name in failure.versions and failure.versions[name] != now[name]
     ]
-    return ", ".join(changed)
+    return f"{', '.join(changed)} since the file was written" if changed else ""
 
 
 def listed(names: Collection[str]) -> str:
-    """Returns names in words, each once."""
+    """Returns names in alphabetical order, in words, without repetition."""
     return in_a_row(sorted(set(names)))

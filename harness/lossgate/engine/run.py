@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs cells and reports what happens. A candidate that fails alike wherever it is called is given
-up, so that the rest of its cells need not be tried.
+"""Runs cells and reports what happens.
+
+A candidate is given up if it fails in the same way wherever it is called. The rest of its cells are
+then skipped.
 """
 
 import os
@@ -26,14 +28,17 @@ from lossgate.engine.workers import Done, run_side_by_side
 from lossgate.worlds.base import WorldLost
 
 _LAYOUTS = 2
-"""A failure on one layout may be the fault of that layout."""
+"""The number of layouts on which a candidate must fail before it is given up. The failure on a
+single layout may be due to that layout.
+"""
 
 
 class SameFailures:
     """Remembers how the cells of each candidate failed.
 
-    A candidate is given up if every cell of it so far ended in the same way, on two layouts: in an
-    exception of one type from one line, a hang, a crash. Its outputs were then never compared.
+    A candidate is given up if all its cells so far, on at least two layouts, failed in the same way
+    before outputs were compared: by an exception of one type from one line, by a hang, or by a
+    crash.
     """
 
     def __init__(self) -> None:
@@ -42,23 +47,36 @@ class SameFailures:
         self._first: dict[Hashable, str] = {}
 
     def add(self, result: CellResult) -> None:
-        """Remembers what came of a cell. Give the cells of a candidate in their order."""
+        """Remembers the result of a cell. Call it with the cells of a candidate in their order."""
         key = _key(result.cell)
-        failure = result.failure
-        own = failure is not None and failure.failure and failure.held_to == result.cell.property.name
-        self._failed.setdefault(key, set()).add((failure.failure, failure.raised) if failure and own else None)
+        kind, finding = _own_failure(result)
+        self._failed.setdefault(key, set()).add(kind)
         self._layouts.setdefault(key, set()).add(str(result.cell.layout))
-        self._first.setdefault(key, failure.findings[0] if failure and own else "")
+        self._first.setdefault(key, finding)
 
     def of(self, cell: Cell) -> str | None:
         """Returns the failure for which the candidate of a cell is given up; None if it is not."""
         key = _key(cell)
-        alike = len(self._failed.get(key, ())) == 1 and len(self._layouts[key]) >= _LAYOUTS
-        return (self._first[key] or None) if alike else None
+        all_alike = len(self._failed.get(key, ())) == 1 and len(self._layouts[key]) >= _LAYOUTS
+        if not all_alike:
+            return None
+        return self._first[key] or None  # the cells may also be alike because none failed
 
 
 def _key(cell: Cell) -> Hashable:
     return cell.candidate.source, cell.candidate.name
+
+
+def _own_failure(result: CellResult) -> tuple[Hashable, str]:
+    """Returns how the kernel failed in the property of the cell, and the first finding.
+
+    They are None and "" if the cell agrees, if only numbers disagree, or if another property
+    failed.
+    """
+    case = result.failure
+    if case is None or not case.failure or case.held_to != result.cell.property.name:
+        return None, ""
+    return (case.failure, case.raised), case.findings[0]
 
 
 def run(
@@ -71,22 +89,21 @@ def run(
     here: bool = False,
     failures: Path | None = None,
 ) -> Generator[Event]:
-    """Verifies candidates, or some of their cells; yields what happens, in the order of the plan.
+    """Verifies candidates, or some of their cells. Yields events, with the cells in their order.
+
+    Candidates on simulated ranks run in other processes, so that a crash does not end this one.
+    Candidates that other processes can't load, such as those of a notebook, run in this process if
+    there is one job. Ranks of torchrun verify one cell after another, whatever ``jobs`` says.
 
     Args:
         candidates: what to verify.
-        settings: how much of it.
-        shard: the part of the cells that is verified; all by default.
-        selection: the cells of which it is a part; all by default.
+        settings: how much is tried.
+        shard: the part of the cells to verify; all by default.
+        selection: the cells of which ``shard`` is a part; all by default.
         fail_fast: whether the run ends with the first cell that disagrees.
-        here: whether candidates run in this process, which one that crashes then ends.
-        failures: a folder with failure files of earlier runs, to whose problems each cell is held,
-            too.
-
-    Candidates on simulated ranks run in other processes, so that none ends this one. Those that
-    were made in a function or a notebook, which no other process can load, run in this one if
-    there is one job. Ranks of torchrun verify one cell after another, whatever ``jobs`` says.
-    A candidate that fails alike on two layouts, before its outputs are compared, is given up.
+        here: whether candidates run in this process. A candidate that crashes then ends the run.
+        failures: a folder with failure files of earlier runs. Each cell is also held to the
+            problems of its files.
     """
     candidates = tuple(candidates)
     start, matrix = perf_counter(), plan(candidates, settings)
@@ -95,22 +112,25 @@ def run(
     cells = matrix if shard is None else shard.take(matrix)
     yield RunStarted(tuple(cells), settings, tuple(matrix), shard, tuple(left_out(candidates, settings)))
     jobs = 1 if settings.world == "torchrun" else min(settings.jobs or os.cpu_count() or 1, len(cells))
-    own = here or (
-        jobs == 1 and (settings.world != "simulated" or not all(has_source(cell.candidate) for cell in cells))
-    )
-    alike, results, stopped, known = SameFailures(), list[CellResult](), "", examples_of(matrix)
-    steps = _one_by_one(cells, settings, alike) if own else run_side_by_side(cells, settings, jobs, alike.of)
+    in_this_process = here or (jobs == 1 and not _can_move(cells, settings))
+    looks_again = settings.world == "simulated" and not in_this_process
+    known, alike = examples_of(matrix), SameFailures()
+    results, stopped = list[CellResult](), ""
+    if in_this_process:
+        steps = _one_by_one(cells, settings, alike)
+    else:
+        steps = run_side_by_side(cells, settings, jobs, alike.of)
     with closing(steps):
         try:
             for step in steps:
                 if isinstance(step, CellStarted | CellAgrees):
                     yield step
                     continue
-                if (failure := alike.of(step.cell)) is not None or step.result is None:
-                    yield CellSkipped(step.cell, failure or "")
+                given_up_for = alike.of(step.cell)
+                if given_up_for is not None or step.result is None:
+                    yield CellSkipped(step.cell, given_up_for or "")
                     continue
-                again = not own and settings.world == "simulated"
-                result = look_again(step.result, settings.timeout) if again else step.result
+                result = look_again(step.result, settings.timeout) if looks_again else step.result
                 mended: tuple[Path, ...] = ()
                 if failures is not None:
                     result, mended = hold_to_earlier(result, failures, settings.timeout, known)
@@ -123,6 +143,11 @@ def run(
         except WorldLost as lost:
             stopped = str(lost)
     yield RunFinished(tuple(results), stopped, perf_counter() - start)
+
+
+def _can_move(cells: Iterable[Cell], settings: Settings) -> bool:
+    """Returns whether all cells can run in another process."""
+    return settings.world == "simulated" and all(has_source(cell.candidate) for cell in cells)
 
 
 def _one_by_one(cells: Iterable[Cell], settings: Settings, alike: SameFailures) -> Generator[CellStarted | Done]:

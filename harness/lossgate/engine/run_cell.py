@@ -19,29 +19,29 @@ from lossgate.engine.plan import read_known_failure
 from lossgate.engine.precision_advice import with_todo
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
-from lossgate.engine.verdict import conclude, conclude_known, judge
+from lossgate.engine.verdict import Judged, conclude, conclude_known, judge
 from lossgate.worlds import make_world
 from lossgate.worlds.base import World
 
 
 def run_cell(cell: Cell, settings: Settings, agrees: Callable[[], object] = bool) -> CellResult:
-    """Verifies one cell. More problems are tried as long as they leave it inconclusive.
-
-    It computes with one thread, because the numbers of many threads depend on how many there are.
+    """Verifies one cell. More rounds of problems are tried while the cell is inconclusive.
 
     Args:
         cell: what to verify.
         settings: how much is tried.
-        agrees: is called if it agrees, before it is held to its other properties.
+        agrees: is called if the cell agrees, before its other properties are checked.
     """
     start = perf_counter()
     try:
         world = make_world(cell.world, cell.layout, settings.timeout, cell.device)
     except UsageError as error:
-        given = settings.where("device") or settings.where("world")
-        raise UsageError(f"{given if cell.candidate.known_failure is None else ''}{error}") from None
+        # The world of a known failure comes from its frozen example, not from the settings.
+        of_settings = cell.candidate.known_failure is None
+        origin = settings.where("device") or settings.where("world") if of_settings else ""
+        raise UsageError(f"{origin}{error}") from None
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # numbers depend on how many threads compute them
     try:
         return _run_in(world, cell, settings, start, agrees)
     finally:
@@ -55,72 +55,78 @@ def _run_in(world: World, cell: Cell, settings: Settings, start: float, agrees: 
         now = run_case(Case(cell.candidate, frozen.problem, world), cell.property)
         return conclude_known(cell, known, frozen, now, perf_counter() - start)
     search = Search(cell, world, settings)
-    search.run()
-    run = _ran(search, world, start)
-    for round_ in range(1, settings.rounds):
-        if _needs_more(run):
-            search.fill_gaps(round_)
-            run = _ran(search, world, start)
-        if judge(run).gaps:
-            search.run(round_)
-            run = _ran(search, world, start)
-    verdict = judge(run).verdict
+    run, verdict = _searched(search, world, settings, start)
     if verdict is Verdict.DISAGREE:
         return conclude(_diagnosed(run, world, settings))
     if verdict is Verdict.AGREE and cell.also:
         agrees()
     catalogue = Catalogue(cell, world, settings, search)
-    run = _ran(search, world, start, catalogue, last=verdict is Verdict.INCONCLUSIVE)
+    properties = catalogue.run()  # before the rest is collected, because it may run more problems
+    run = _run_so_far(search, world, start, catalogue, advises=verdict is Verdict.INCONCLUSIVE)
+    run = replace(run, properties=properties)
     return conclude(run if search.failure is None else _diagnosed(run, world, settings))
 
 
-def _needs_more(run: CellRun) -> bool:
-    """Returns whether more problems may change the verdict."""
-    judged = judge(run)
-    return judged.verdict is Verdict.INCONCLUSIVE and bool(judged.gaps or run.surviving)
+def _searched(search: Search, world: World, settings: Settings, start: float) -> tuple[CellRun, Verdict]:
+    """Runs rounds of problems while the cell is inconclusive and more problems may help.
+
+    Returns:
+        What was run, and the verdict on it, before the further properties are checked.
+    """
+
+    def judged_run() -> tuple[CellRun, Judged]:
+        run = _run_so_far(search, world, start)
+        return run, judge(run)
+
+    search.run()
+    run, judged = judged_run()
+    for round_ in range(1, settings.rounds):
+        if judged.verdict is not Verdict.INCONCLUSIVE:
+            break
+        if judged.gaps or run.surviving:
+            search.fill_gaps(round_)
+            run, judged = judged_run()
+        if judged.gaps:
+            search.run(round_)
+            run, judged = judged_run()
+    return run, judged.verdict
 
 
 def _diagnosed(run: CellRun, world: World, settings: Settings) -> CellRun:
-    """Adds the cause, if outputs disagree. What a rank raised says its own."""
+    """Adds the cause, if outputs disagree. An exception of a rank needs no other cause."""
     cell, failure = run.cell, run.failure
     if not cell.property.needs_adequacy or failure is None or failure.failure or not failure.comparisons:
         return run
+    smallest = failure.problem
     first = next(case.problem for case in run.cases if not case.agrees)
-    if is_large(first):
-        first = failure.problem
-    if is_large(first):
+    example = smallest if is_large(first) else first
+    if is_large(example):
         return run
-    return replace(run, diagnosis=diagnose(cell, first, world, settings, smallest=failure.problem))
+    return replace(run, diagnosis=diagnose(cell, example, world, settings, smallest=smallest))
 
 
-def _ran(
-    search: Search, world: World, start: float, catalogue: Catalogue | None = None, *, last: bool = False
+def _run_so_far(
+    search: Search, world: World, start: float, catalogue: Catalogue | None = None, *, advises: bool = False
 ) -> CellRun:
-    """Returns what was run so far.
+    """Collects everything that was run so far, without the records of further properties.
 
-    Args:
-        search: the problems that were tried.
-        world: where the ranks ran.
-        start: when the cell was begun.
-        catalogue: holds the candidate to its other properties.
-        last: whether to ask what advice needs, which takes longer.
+    If ``advises``, it has numbers for advice on an inconclusive verdict. They take longer to find.
     """
-    properties = catalogue.run() if catalogue is not None else ()
     found = search if catalogue is None or catalogue.failure is None else catalogue
     measured = (case.resources for case in search.cases if case.resources)
+    resources = catalogue.resources if catalogue is not None else {}
     return CellRun(
         cell=search.cell,
         cases=tuple(search.cases),
         failure=None if found.failure is None else with_todo(search.cell, found.failure, world),
         shrink_calls=found.shrink_calls,
         seconds=perf_counter() - start,
-        properties=properties,
         surviving=search.still_to_kill,
         equivalent=search.equivalent.intersection(search.surviving),
-        tried=search.tried_on_survivors() if last else {},
+        tried=search.tried_on_survivors() if advises else {},
         not_distinguished=search.not_distinguished,
-        drawn=search.drawn_for_goals if last else {},
+        drawn=search.drawn_for_goals if advises else {},
         mistakes=search.mistakes,
         untried=search.untried,
-        resources=(catalogue.resources if catalogue is not None else {}) or next(measured, {}),
+        resources=resources or next(measured, {}),
     )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks for a problem on which a candidate disagrees.
 
-It chooses problems from a deck, which all layouts share; ``trials`` runs them.
+The search chooses problems from a deck, which all layouts share. ``trials`` runs them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from time import process_time
@@ -29,12 +29,12 @@ from lossgate.problems.problem import Problem
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 
 _PADDED = 3
-"""What the sequences of large problems are padded to a multiple of."""
+"""The sequences of large problems are padded to a multiple of this."""
 
 
 @dataclass
 class Search(Trials):
-    """Chooses the problems of a cell, until one fails or they are enough."""
+    """Chooses the problems of a cell until one fails or there are enough."""
 
     equivalent: frozenset[str] = frozenset()
     """The option mutants that changed nothing on many problems."""
@@ -45,7 +45,7 @@ class Search(Trials):
     mistakes: MistakesShown = NOTHING_ASKED
     """Which known mistakes the problems of the first round show."""
     _used: dict[int, Problem] = field(default_factory=dict)
-    """The problems that were run, as they were drawn, by identity: so none gets that of another."""
+    """The drawn problems that were run, by ``id``. They are kept so that no ``id`` is reused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,29 +61,30 @@ class Search(Trials):
 
     @property
     def not_distinguished(self) -> tuple[str, ...]:
-        """The choices of options that no problem distinguished, and that none need to."""
+        """Choices of options that no problem distinguished, and that need not be, in words."""
         alike = self._deck.alike if self.equivalent else frozenset[str]()
-        never_valid = self.equivalent - alike
-        asked = (m for name, m in {**self._deck.mutants, **self._deck.near}.items() if name not in never_valid)
-        compared = {name for name, mutant in self.near.items() if self._is_ever_valid(mutant)}
-        unseen = {*compared, *alike.intersection(self.surviving)}
-        return not_distinguished(self.cell.candidate, asked, unseen)
+        never_valid = self.equivalent - alike  # the other choice is never valid, so these were never compared
+        mutants = {**self._deck.mutants, **self._deck.near}
+        compared = [mutant for name, mutant in mutants.items() if name not in never_valid]
+        unseen_near = {name for name, mutant in self.near.items() if self._is_ever_valid(mutant)}
+        unseen = unseen_near | alike.intersection(self.surviving)
+        return not_distinguished(self.cell.candidate, compared, unseen)
 
     def _is_ever_valid(self, mutant: OptionMutant) -> bool:
-        """Returns whether a problem that was tried may be given either choice of a mutant."""
+        """Returns whether both choices of a mutant are valid for some problem that was tried."""
         for bound, _ in self._tried:
-            own = mutant.put_choice(bound.bound_spec, self.cell.candidate, Random(bound.problem.seed))
-            if own is not None and mutant.mutate(own) is not None:
+            with_choice = mutant.put_choice(bound.bound_spec, self.cell.candidate, Random(bound.problem.seed))
+            if with_choice is not None and mutant.mutate(with_choice) is not None:
                 return True
         return False
 
     @property
     def drawn_for_goals(self) -> dict[str, int]:
-        """How many problems were drawn for each goal that is missing."""
+        """The number of problems that were drawn for each missing goal."""
         return {goal: self._deck.drawn_for(goal, self.cell.layout) for goal in self.missing_goals}
 
     def tried_on_survivors(self) -> dict[OptionMutant, Tried]:
-        """Returns what the problems say of the mutants that survive. It takes a while."""
+        """Returns how close the problems came to killing each surviving mutant. This takes long."""
         return tried_on(self.still_to_kill.values(), self._tried)
 
     @property
@@ -92,27 +93,28 @@ class Search(Trials):
         return set(self.cell.required_goals).difference(*(case.covered for case in self.cases))
 
     def run(self, round_: int = 0) -> None:
-        """Runs problems until one fails, then shrinks it. Another round runs other problems.
+        """Runs problems until there are enough, or until one fails and is shrunk.
+
+        Each round runs other problems.
 
         Raises:
             UsageError: if no valid options are left for the candidate.
         """
-        entries, least = self._entries(), len(self.cases) + self.settings.examples
-        chance, large, drawn = *self._begin(round_), 0
-        least -= len(large)
+        entries, times_drawn = self._entries(), 0
+        enough = len(self.cases) + self.settings.examples
+        chance, large = self._begin(round_)
         if round_ == 0 and self.asks_mistakes:
             self._run_all(self._showing_mistakes(chance))
         while True:
             placed = self._on_layout(entries)
-            unused = [one for one in placed if id(one.entry.drawn) not in self._used]
-            wanted = {*self.still_to_kill, *self.missing_goals}
-            self._run_all(choose(unused, wanted, least - len(self.cases), chance))
-            self._run_all(large)  # after the others: what they show is easier to make small
-            least, large = least + len(large), []
-            nothing_fits = not placed and drawn > 0
-            if self.failure is not None or len(self.cases) >= least or nothing_fits:
+            self._run_all(self._choose(placed, self._used, enough - len(large) - len(self.cases), chance))
+            self._run_all(large)  # last, because a failure on a small problem is easier to shrink
+            large = []
+            nothing_fits = not placed and times_drawn > 0
+            if self.failure is not None or len(self.cases) >= enough or nothing_fits:
                 break
-            entries, drawn = self._deck.more(drawn), drawn + 1
+            entries = self._deck.more(times_drawn)
+            times_drawn += 1
         if round_ == 0:
             self._run_sizes(chance)
 
@@ -122,45 +124,54 @@ class Search(Trials):
         return self.cell.property.needs_adequacy
 
     def _showing_mistakes(self, chance: Random) -> list[Placed]:
-        """Returns the problems that show known mistakes, each in one split of the vocabulary."""
-        start, candidate, dtype, layout = process_time(), self.cell.candidate, self.cell.dtype, self.cell.layout
+        """Returns the problems that show known mistakes, each with one split of the vocabulary.
+
+        If the problem for a mistake does not fit on the layout, another problem takes its place.
+        """
+        start = process_time()
+        candidate, dtype = self.cell.candidate, self.cell.dtype
         chosen = choice_of(candidate, self._deck, dtype)
-        problems = chosen.entries(self._deck)
-        placed = self._on_layout([problems[text] for text in chosen.problems])
+        entries = chosen.entries(self._deck)
+        placed = self._on_layout([entries[text] for text in chosen.problems])
         fitting = {one.entry.drawn.to_json() for one in placed}
         surviving, too_small, shown = chosen.surviving, chosen.too_small, chosen.shown
-        if unfit := {name for text, names in chosen.problems.items() if text not in fitting for name in names}:
-            others = choice_on(candidate, self._deck, dtype, layout, unfit)
-            problems = others.entries(self._deck)
-            placed += self._on_layout([problems[text] for text in others.problems if text not in fitting])
+        not_fitting = [names for text, names in chosen.problems.items() if text not in fitting]
+        if left := set[str]().union(*not_fitting):
+            others = choice_on(candidate, self._deck, dtype, self.cell.layout, left)
+            entries = others.entries(self._deck)
+            placed += self._on_layout([entries[text] for text in others.problems if text not in fitting])
             surviving, too_small = [*surviving, *others.surviving], [*too_small, *others.too_small]
-            shown = [*(name for name in shown if name not in unfit), *others.shown]
+            shown = [*(name for name in shown if name not in left), *others.shown]
         self.mistakes = MistakesShown(len(shown), tuple(surviving), tuple(too_small), process_time() - start)
-        return list({id(one.entry.drawn): one for one in chance.sample(placed, len(placed))}.values())
+        return _in_one_split(placed, chance)
 
     def first_problems(self) -> list[Placed]:
         """Returns the problems of ordinary size that the first round tries if none fails."""
         entries = self._entries()
         chance, large = self._begin(0)
         first = self._showing_mistakes(chance) if self.asks_mistakes else []
-        taken = {id(one.entry.drawn) for one in first}
-        unused = [one for one in self._on_layout(entries) if id(one.entry.drawn) not in taken]
-        wanted = {*self.still_to_kill, *self.missing_goals}
+        used = {id(one.entry.drawn) for one in first}
         least = self.settings.examples - len(large) - len(first)
-        return [*first, *choose(unused, wanted, least, chance)]
+        return [*first, *self._choose(self._on_layout(entries), used, least, chance)]
+
+    def _choose(self, placed: Sequence[Placed], used: Container[int], least: int, chance: Random) -> list[Placed]:
+        """Chooses unused problems that may kill surviving mutants or reach missing goals. Others
+        follow until there are enough.
+        """
+        unused = [one for one in placed if id(one.entry.drawn) not in used]
+        return choose(unused, {*self.still_to_kill, *self.missing_goals}, least, chance)
 
     def _begin(self, round_: int) -> tuple[Random, list[Placed]]:
-        """Returns what chooses the problems of a round, and its large problems."""
-        if self.cell.property.needs_adequacy:
-            self.equivalent = self._deck.equivalent
+        """Returns the random generator for the choices of a round, and its large problems."""
         chance = Random(f"{round_} {self._deck.key} {self.cell.layout}")
-        asks_for_large = round_ == 0 and self.cell.property.needs_adequacy
-        return chance, self._large(self._deck.large, chance) if asks_for_large else []
+        if not self.cell.property.needs_adequacy:
+            return chance, []
+        self.equivalent = self._deck.equivalent
+        large = self._large(self._deck.large, chance) if round_ == 0 else []
+        return chance, large
 
     def _run_sizes(self, chance: Random) -> None:
-        """Runs a problem of each size that the settings name, until one fails. Its tensors are let
-        go at once.
-        """
+        """Runs a problem of each size that the settings name, until one fails."""
         for size in self.settings.sizes:
             if self.failure is not None:
                 return
@@ -171,18 +182,17 @@ class Search(Trials):
                 self._run_all(found)
 
     def _large(self, entries: Sequence[Entry], chance: Random) -> list[Placed]:
-        """Returns large problems, each with one split of the vocabulary.
+        """Returns large problems, each with one split of the vocabulary and with padding.
 
-        They are padded: on many ranks few others have padding between sequences.
+        They are padded because, on many ranks, few other problems have padding between sequences.
         """
-        placed = self._on_layout(entries)
-        by_entry = {id(one.entry.drawn): one for one in chance.sample(placed, len(placed))}
-        return [replace(one, placement=replace(one.placement, pad_to_multiple=_PADDED)) for one in by_entry.values()]
+        return [
+            replace(one, placement=replace(one.placement, pad_to_multiple=_PADDED))
+            for one in _in_one_split(self._on_layout(entries), chance)
+        ]
 
     def fill_gaps(self, round_: int) -> None:
-        """Runs problems that are likely to kill survivors or reach missing goals, until one
-        fails.
-        """
+        """Runs problems that may kill survivors or reach missing goals, until one fails."""
         for name in sorted(self.still_to_kill):
             if name in self.surviving and self.failure is None:
                 self._kill(name, round_)
@@ -191,45 +201,50 @@ class Search(Trials):
                 self._reach(goal, round_)
 
     def _kill(self, name: str, round_: int) -> None:
-        known = self._on_layout([entry for entry in self._unused(self._entries()) if name in entry.kills])
-        known.sort(key=lambda placed: -placed.entry.kills[name])
-        for placed in (known or self._on_layout(self._unused(self._deck.killing(name, round_))))[:WANTED]:
+        """Runs problems that are likely to kill a mutant. They are drawn if the deck has none."""
+        likely = self._on_layout([entry for entry in self._unused(self._entries()) if name in entry.kills])
+        likely.sort(key=lambda placed: -placed.entry.kills[name])
+        if not likely:
+            likely = self._on_layout(self._unused(self._deck.killing(name, round_)))
+        for placed in likely[:WANTED]:
             if name in self.surviving and id(placed.entry.drawn) not in self._used:
                 self._run_all([placed])
 
     def not_run(self) -> Iterator[Placed]:
         """Yields the problems of the deck that were not run, without large ones."""
         for placed in self._on_layout(self._unused(self._entries())):
-            if not is_large(placed.problem) and id(placed.entry.drawn) not in self._used:  # in another split
+            # Meanwhile, the caller may have run the problem in another split of the vocabulary.
+            if not is_large(placed.problem) and id(placed.entry.drawn) not in self._used:
                 yield placed
 
     def drawn_for(self, what: str, target: ForcedOption | None, good: Callable[[Placed], bool]) -> Iterator[Placed]:
-        """Yields problems that are drawn until a few are good on the cell's layout.
+        """Draws problems until a few are good on the cell's layout, and yields the good ones.
 
         Args:
-            what: names what they are good for.
-            target: a choice that they must have.
-            good: whether a problem is.
+            what: a name for the purpose. Another name draws other problems.
+            target: a choice of an option that the problems must have.
+            good: whether a problem is good.
         """
-        entries = self._deck.sought(
-            f"{what} {self.cell.layout}",
-            declared(self.cell.candidate, self.cell.dtype),
-            target,
-            lambda entry: any(map(good, self._on_layout([entry]))),
-        )
+
+        def is_good_anywhere(entry: Entry) -> bool:
+            return any(good(placed) for placed in self._on_layout([entry]))
+
+        purpose, declaration = f"{what} {self.cell.layout}", declared(self.cell.candidate, self.cell.dtype)
+        entries = self._deck.sought(purpose, declaration, target, is_good_anywhere)
         yield from filter(good, self._on_layout(entries))
 
     def run_also(self, placed: Placed) -> bool:
-        """Runs one more problem; returns whether the candidate agrees on it."""
+        """Runs one more problem, and returns whether the candidate agrees on it."""
         self._run_all([placed])
         return self.failure is None
 
     def _reach(self, goal: str, round_: int) -> None:
-        known = [placed for placed in self._on_layout(self._unused(self._entries())) if goal in placed.goals]
-        if not known:
+        """Runs problems that reach a goal. They are drawn if the deck has none."""
+        reaching = [placed for placed in self._on_layout(self._unused(self._entries())) if goal in placed.goals]
+        if not reaching:
             drawn = self._unused(self._draw_reaching(goal, round_))
-            known = [placed for placed in self._on_layout(drawn) if goal in placed.goals]
-        for placed in known[:WANTED]:
+            reaching = [placed for placed in self._on_layout(drawn) if goal in placed.goals]
+        for placed in reaching[:WANTED]:
             if goal in self.missing_goals:
                 self._run_all([placed])
 
@@ -269,8 +284,15 @@ class Search(Trials):
         )
 
 
+def _in_one_split(placed: Sequence[Placed], chance: Random) -> list[Placed]:
+    """Returns each problem once, in a split of the vocabulary that chance chooses."""
+    shuffled = chance.sample(placed, len(placed))
+    return list({id(one.entry.drawn): one for one in shuffled}.values())
+
+
 def _why_untried(bound: BoundProblem | None) -> str:
-    """Returns why the problem of a size says nothing, and the way out; "" if it may say something.
+    """Returns why the problem of a size would show nothing, and the way out; "" if it may show
+    something.
 
     Args:
         bound: None if no problem of the size fits on the layout.
@@ -279,8 +301,8 @@ def _why_untried(bound: BoundProblem | None) -> str:
         return "it does not fit on the layout; give more tokens, or a larger vocabulary"
     if is_large(bound.problem) and "logits" in bound.spec.uses:
         return (
-            "its loss uses the logits themselves, so that all of them are held at once; "
-            "leave it out for this candidate, or give a smaller one"
+            "the loss uses the logits themselves, so all of them are held at once; leave this size out for the "
+            "candidate, or give a smaller one"
         )
     if not len(bound.trained.sequence):
         return "none of its tokens is trained; give more tokens"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a problem that failed once more, in a process that has run nothing before.
+"""Runs a failing problem once more, in a process that has run nothing before.
 
-A kernel may be wrong only after other calls, because it keeps something of them, or only now and
-then. Its failure is still one, but whoever replays it should know.
+A kernel may be wrong only now and then, or only after other calls, because it keeps state. It is
+still wrong, but whoever replays the failure should know.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
 
@@ -22,18 +22,17 @@ from lossgate.worlds.base import Hang
 CALLS = 20
 """How often a problem is run in the new process, if its first run there agrees or runs differ."""
 _FEW = 8
-"""So many calls are left out one by one, to see which of them matter."""
+"""The most earlier calls that are left out one by one, to see which of them matter."""
 _REPRODUCED = 2
-"""From so many tries to make a problem smaller on, one of them has failed again, or the search says
-that runs differ."""
+"""With at least this many tries to shrink a problem, it has failed again or is called unstable."""
 
 
 def look_again(result: CellResult, timeout: float) -> CellResult:
-    """Returns a result that also says what a new process makes of the failure.
+    """Returns a result with a further finding about its failure, if a new process adds to it.
 
-    If that agrees, the problems after which it disagrees are looked for. Nothing more is said of a
-    failure that the new process shows at once. That of a known failure or a hang, which would cost
-    its time-out again, is left alone.
+    If the problem agrees in the new process, this looks for problems after which it disagrees. A
+    failure that the new process shows at once stays as it is. A known failure is not run again, nor
+    is a hang, because it would cost its time-out again.
     """
     failure = result.failure
     if failure is None or failure.failure == Hang.__name__ or result.cell.candidate.known_failure is not None:
@@ -56,7 +55,7 @@ def look_again(result: CellResult, timeout: float) -> CellResult:
 
 
 def _run_again(result: CellResult, failure: CaseResult, timeout: float) -> list[CaseResult]:
-    """Returns what comes of the calls of a new process."""
+    """Runs the failing problem in a new process until there are enough calls to judge it."""
     cases: list[CaseResult] = []
     with fresh_child(captured=True) as child:
         while len(cases) < CALLS:
@@ -67,40 +66,44 @@ def _run_again(result: CellResult, failure: CaseResult, timeout: float) -> list[
 
 
 _Found = tuple[str, tuple[Problem, ...]]
-"""What a new process makes of a failure in words, and the calls that its replay must make first."""
+"""A finding in words, and the problems that a replay must run first."""
 
 
 def _compared(failure: CaseResult, cases: Sequence[CaseResult]) -> _Found | None:
-    """Returns what is found if a call of the new process disagreed or crashed; None if there is
-    nothing to say, or none did.
+    """Returns the finding if a call of the new process disagreed or crashed; None if no call did,
+    or if that adds nothing to the failure.
     """
-    last, wrong = cases[-1], sum(not case.agrees for case in cases)
+    last, wrong = cases[-1], len([case for case in cases if not case.agrees])
     if last.failure == CRASH:
-        again = failure.failure == CRASH and len(cases) == 1
-        return None if again else (f"in call {len(cases)} of a fresh process: {last.findings[0]}", ())
-    if not wrong or (not cases[0].agrees and not failure.unstable):
+        crashes_at_once = failure.failure == CRASH and len(cases) == 1
+        return None if crashes_at_once else (f"in call {len(cases)} of a fresh process: {last.findings[0]}", ())
+    fails_at_once = not cases[0].agrees and not failure.unstable
+    if wrong == 0 or fails_at_once:
         return None
-    often = "not wrong in every call" if wrong < len(cases) else "not wrong in every call before"
+    often = "not wrong in every call" if wrong < len(cases) else "it was not wrong in every call before"
     return f"{often}: in a fresh process this problem disagreed in {wrong} of {len(cases)} calls", ()
 
 
 def _of_agreed(result: CellResult, failure: CaseResult, cases: Sequence[CaseResult], timeout: float) -> _Found | None:
-    """Returns what is found if all calls of the new process agreed; None if one did not."""
+    """Returns the finding if all calls of the new process agreed; None if one did not."""
     if not all(case.agrees for case in cases):
         return None
     agreed = f"in a fresh process this problem agreed in {len(cases)} of {len(cases)} calls"
     if failure.unstable or failure.failure == CRASH or result.run.shrink_calls < _REPRODUCED:
         return f"{agreed}: the candidate is wrong in few calls, or only after certain other calls", ()
-    earlier = _calls_before(result, failure, timeout)
-    calls = counted(len(earlier), "call")
-    after = f"; after {calls} with other problems it disagreed, and its replay makes these first"
     only = f"wrong only after other calls in the same process: {agreed}"
-    return f"{only}{after if earlier else ', as its replay will'}", earlier
+    earlier = _calls_before(result, failure, timeout)
+    if not earlier:
+        return f"{only}, and so it will in a replay", ()
+    calls = counted(len(earlier), "call")
+    return f"{only}; after {calls} with other problems it disagreed, and a replay makes these calls first", earlier
 
 
 def _calls_before(result: CellResult, failure: CaseResult, timeout: float) -> tuple[Problem, ...]:
-    """Returns as few of the problems that were tried as are found in the time of a time-out, after
-    which a problem disagrees in a new process; none if it does not even after all of them.
+    """Returns problems that must run before the failing one for it to disagree in a new process.
+
+    They are as few as a search within ``timeout`` seconds finds. There are none if the problem
+    agrees even after all that were tried.
     """
     tried = [case.problem for case in result.cases]
     cell = result.cell.held_to(failure.held_to)
@@ -112,16 +115,36 @@ def _calls_before(result: CellResult, failure: CaseResult, timeout: float) -> tu
     if not disagrees(tried):
         return ()
     deadline = monotonic() + timeout
-    few, enough, last = 0, tried, 1  # the last ``few`` are too few
-    while last < len(tried) and monotonic() < deadline:
-        if disagrees(tried[-last:]):
-            enough = tried[-last:]
-            break
-        few, last = last, 2 * last
-    while len(enough) - few > 1 and monotonic() < deadline:
-        middle = (few + len(enough)) // 2
-        few, enough = (few, tried[-middle:]) if disagrees(tried[-middle:]) else (middle, enough)
-    for one in enough if len(enough) <= _FEW else ():
-        rest = [other for other in enough if other is not one]
-        enough = rest if monotonic() < deadline and disagrees(rest) else enough
-    return tuple(enough)
+    last = _fewest_last(tried, disagrees, deadline)
+    return tuple(last if len(last) > _FEW else _without_needless(last, disagrees, deadline))
+
+
+_Disagrees = Callable[[Sequence[Problem]], bool]
+"""Whether the failing problem disagrees after these problems."""
+
+
+def _fewest_last(tried: Sequence[Problem], disagrees: _Disagrees, deadline: float) -> Sequence[Problem]:
+    """Returns as few of the last problems as are enough. It doubles their number, then bisects."""
+    too_few, enough, count = 0, len(tried), 1
+    while count < enough and monotonic() < deadline:
+        if disagrees(tried[-count:]):
+            enough = count
+        else:
+            too_few, count = count, 2 * count
+    while enough - too_few > 1 and monotonic() < deadline:
+        middle = (too_few + enough) // 2
+        if disagrees(tried[-middle:]):
+            enough = middle
+        else:
+            too_few = middle
+    return tried[len(tried) - enough :]
+
+
+def _without_needless(problems: Sequence[Problem], disagrees: _Disagrees, deadline: float) -> Sequence[Problem]:
+    """Leaves out problems one by one if the failing problem disagrees without them."""
+    kept = problems
+    for one in problems:
+        rest = [other for other in kept if other is not one]
+        if monotonic() < deadline and disagrees(rest):
+            kept = rest
+    return kept

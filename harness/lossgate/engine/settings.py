@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much to verify: profiles, and ``[tool.lossgate]`` in pyproject.toml.
+"""The settings of a run, which profiles and ``[tool.lossgate]`` in pyproject.toml give.
 
 A flag wins over the profile in pyproject.toml, which wins over the built-in profile.
 """
@@ -19,7 +19,7 @@ from lossgate.base.spelling import shown
 from lossgate.engine.toml_tables import Expected, each, one_of, parse_toml, read_field, read_fields
 
 _MOST = 1_000_000
-"""The largest count, and the longest time in seconds: more would never end."""
+"""The largest count, and the longest time in seconds. A run with more would never end."""
 _MOST_SEED = 2**63 - 1
 """The largest number that evidence can hold."""
 
@@ -41,7 +41,7 @@ _Sizes = Annotated[tuple[str, ...], Meta(examples=[["4096x1024x32768"]]), each("
 _Properties = Annotated[
     tuple[str, ...],
     Meta(examples=[["agreement", "frozen-inputs"]]),
-    # Which names there are is not known here: the files of candidates may register more.
+    # The names are not checked here, because the files of candidates may register more properties.
     Expected("a list of names of properties"),
 ]
 
@@ -51,53 +51,52 @@ class Settings:
     """The settings of a run.
 
     Raises:
-        UsageError: if one has a value that it may not have.
+        UsageError: if a setting has a value that it may not have.
     """
 
     examples: _Count = 20
-    """The least problems per cell: a candidate, held to a property, on a layout, in a dtype. A cell
-    never agrees on fewer than 8."""
+    """The fewest problems of a cell. A cell never agrees on fewer than 8."""
     rounds: _Count = 4
-    """While the cell is inconclusive: how often that many more are tried, and some are looked for
-    that show what is missing."""
+    """The most rounds of problems. While a cell is inconclusive, each further round tries
+    ``examples`` more problems, and problems that may show what is missing."""
     ranks: _Ranks = 4
-    """Largest layout, where none is named."""
+    """The ranks of the largest layout, if no layouts are named."""
     matrix: Annotated[str, one_of(("covering", "full"))] = "covering"
-    """Where no layouts are named: ``covering`` for few that cover what differs, or ``full`` for
-    every one of at most ``ranks`` ranks that the candidate's axes allow, in every dtype."""
+    """The layouts, if none are named: ``covering`` for a few that cover what differs, or ``full``
+    for all of at most ``ranks`` ranks that the candidate's axes allow, in every dtype."""
     layouts: _Layouts = ()
     """The layouts to verify on; by default those of ``matrix``."""
     dtypes: _Dtypes = ()
     """The dtypes to verify; by default all that the candidate takes."""
     sizes: _Sizes = ()
-    """A problem of each of these sizes is tried in every cell, too: tokens, width of the hidden
-    states, and vocabulary, such as ``4096x1024x32768``."""
+    """Sizes of further problems. Every cell also tries a problem of each size: tokens, width of the
+    hidden states, and vocabulary, such as ``4096x1024x32768``."""
     world: Annotated[str, one_of(WORLD_NAMES)] = "simulated"
-    """Where the ranks run: ``simulated`` all in one process, ``gloo`` or ``nccl`` in one each, or
-    in those that ``torchrun`` has launched."""
+    """Where the ranks run: ``simulated`` all in one process, ``gloo`` or ``nccl`` in one process
+    each, or ``torchrun`` in the processes that it has launched."""
     device: Annotated[str, one_of(DEVICES)] = "cpu"
     """Where the ranks compute: ``cpu`` or ``cuda``."""
     seed: _Seed = 0
-    """Problems are the same from run to run, unless this differs."""
+    """Another seed draws other problems. With the same seed, runs have the same problems."""
     timeout: _Seconds = 60.0
-    """Seconds that a simulated rank may take to the next collective, and a process to return; then
-    it is taken to hang. So long at most a failing problem is made smaller."""
+    """Seconds that a simulated rank may take until its next collective, and a process until its
+    result. After that it is taken to hang. A failing problem is shrunk no longer than this."""
     jobs: _Processes = 1
     """Processes that verify cells side by side; 0 for one on each core."""
     shrink_calls: _Problems = 200
-    """Most problems tried to make a failing one smaller."""
+    """The most problems that are tried to make a failing one smaller."""
     properties: _Properties = ()
     """The properties to verify, by name; by default all that apply. All but agreement are checked
     on ``property_problems`` problems of each cell, or in cells of their own if agreement is not
     among them."""
     property_problems: _Count = 2
-    """Problems of a cell on which each property beside agreement is checked."""
+    """The number of problems of a cell on which each property but agreement is checked."""
     property_ranks: _Ranks = 2
-    """Ranks on an axis, at most, where these properties are checked. It does not hold for layouts
-    or properties that are named, nor for properties of how ranks work together."""
+    """The most ranks on an axis of the layouts on which these properties are checked. It does not
+    hold for layouts or properties that are named, nor for properties of how ranks work together."""
 
     places: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)
-    """Where pyproject.toml gives settings, by name: the file and the table. No setting itself."""
+    """The file and table of each setting that pyproject.toml gives, by name. It is no setting."""
 
     def __post_init__(self) -> None:
         for name, value in self.values.items():
@@ -109,8 +108,8 @@ class Settings:
         return {own.name: getattr(self, own.name) for own in fields(self) if own.name != "places"}
 
     def where(self, name: str) -> str:
-        """Returns how a message about a setting begins: with the place that gives it, if that is
-        pyproject.toml.
+        """Returns the beginning of a message about a setting: its place in pyproject.toml, or "" if
+        it does not come from there.
         """
         return f"{self.places[name]}{name}: " if name in self.places else ""
 
@@ -128,25 +127,24 @@ class _Table:
     """A table of settings in pyproject.toml."""
 
     header: str = ""
-    """The file and the table, as messages begin with them."""
+    """The file and the table. Messages begin with it."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def load_settings(profile: str = "dev", start: Path | None = None, **flags: Any) -> Settings:
     """Returns the settings of a profile.
 
-    All profiles of pyproject.toml are checked, and not only the one that is used. It is the one in
-    a folder, or in the nearest above that has such a file.
+    The file pyproject.toml is looked for in a folder, and then in the folders above. All its
+    profiles are checked, and not only the one that is used.
 
     Args:
-        profile: its name.
-        start: where pyproject.toml is looked for; by default in the working folder.
-        flags: settings that win over those of the profile, except those that are None.
+        profile: the name of the profile.
+        start: the folder in which the search begins; by default the working folder.
+        flags: settings that win over those of the profile. None leaves a setting as it is.
 
     Raises:
-        UsageError: if there is no such profile, or a setting may not be what a flag or
-            pyproject.toml says. The message names the setting, its value, what was expected, and
-            the file and table.
+        UsageError: if there is no such profile, or if a flag or pyproject.toml gives a wrong value.
+            The message names the setting, its value, what was expected, and the file and table.
     """
     common, profiles = _configured(start or Path.cwd())
     known = dict.fromkeys([*PROFILES, *profiles])
@@ -163,7 +161,9 @@ def load_settings(profile: str = "dev", start: Path | None = None, **flags: Any)
 
 
 def _configured(start: Path) -> tuple[_Table, Mapping[str, _Table]]:
-    """Returns the settings of every profile, and those of each profile by its name."""
+    """Returns the settings in pyproject.toml: those that all profiles share, and those of each
+    profile by name.
+    """
     files = (folder / "pyproject.toml" for folder in (start, *start.parents))
     file = next((file for file in files if file.exists()), None)
     return (_Table(), {}) if file is None else _tables(file)
@@ -175,10 +175,11 @@ def _tables(file: Path) -> tuple[_Table, Mapping[str, _Table]]:
     own = _table("lossgate", tool, f"{file}: [tool] ")
     profiles = _table("profiles", own, f"{header}] ")
     common = {name: value for name, value in own.items() if name != "profiles"}
-    return _checked(common, f"{header}] "), {
-        name: _checked(_table(name, profiles, f"{header}.profiles] "), f"{header}.profiles.{name}] ")
-        for name in profiles
-    }
+    by_profile: dict[str, _Table] = {}
+    for name in profiles:
+        settings = _table(name, profiles, f"{header}.profiles] ")
+        by_profile[name] = _checked(settings, f"{header}.profiles.{name}] ")
+    return _checked(common, f"{header}] "), by_profile
 
 
 def _parsed(file: Path) -> dict[str, Any]:
@@ -189,7 +190,7 @@ def _parsed(file: Path) -> dict[str, Any]:
 
 
 def _table(name: str, values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Returns a table of a file; an empty one if there is none."""
+    """Returns a table of a file, or an empty table if the file has none of this name."""
     table = values.get(name, {})
     if not isinstance(table, dict):
         raise UsageError(f"{where}{name}={shown(table)}: expected a table of settings, such as {{ examples = 30 }}")

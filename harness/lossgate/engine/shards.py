@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares a matrix of cells out between machines: ``lossgate verify --shard 3/8``."""
+"""Splits a matrix of cells over machines: ``lossgate verify --shard 3/8``."""
 
 import re
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from typing import Self
 
 from lossgate.adequacy.deck import deck_key
 from lossgate.base.errors import UsageError
+from lossgate.base.spelling import counted
 from lossgate.engine.cell import Cell
 
 
@@ -24,7 +25,7 @@ class Shard:
         """Reads ``3/8``.
 
         Raises:
-            UsageError: if it is no part.
+            UsageError: if the text names no part.
         """
         number, _, of = text.partition("/")
         if not re.fullmatch(r"[1-9]\d{0,8}/[1-9]\d{0,8}", text, re.ASCII) or int(number) > int(of):
@@ -37,20 +38,22 @@ class Shard:
     def take(self, cells: Sequence[Cell]) -> list[Cell]:
         """Returns the cells of this part, in their order.
 
-        The parts depend on nothing but the cells, so that they are the same on every machine. Their
-        sizes differ by one at most. Cells that share a deck stay together as far as possible, so
-        that few machines draw the same deck.
+        The parts depend only on the cells, so they are the same on every machine. Their sizes
+        differ by one at most. Cells that share a deck stay together as far as possible, so that few
+        machines draw the same deck.
 
         Raises:
             UsageError: if there are more parts than cells.
         """
         if self.of > len(cells):
-            raise UsageError(f"shard {self}: the matrix has no more cells than {len(cells)}; use at most as many parts")
-        first = {key: i for i, key in reversed([*enumerate(map(_deck, cells))])}
-        order = sorted(range(len(cells)), key=lambda i: (first[_deck(cells[i])], i))
-        start, end = ((n * len(cells)) // self.of for n in (self.number - 1, self.number))
-        return [cells[i] for i in sorted(order[start:end])]
-
-
-def _deck(cell: Cell) -> str:
-    return deck_key(cell.candidate, cell.dtype)
+            raise UsageError(
+                f"shard {self}: the matrix has only {counted(len(cells), 'cell')}; "
+                f"use at most {counted(len(cells), 'part')}"
+            )
+        numbers_by_deck: dict[str, list[int]] = {}
+        for number, cell in enumerate(cells):
+            numbers_by_deck.setdefault(deck_key(cell.candidate, cell.dtype), []).append(number)
+        numbers = [number for of_deck in numbers_by_deck.values() for number in of_deck]
+        start = (self.number - 1) * len(cells) // self.of
+        end = self.number * len(cells) // self.of
+        return [cells[number] for number in sorted(numbers[start:end])]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two candidates both declare, so that the same problems suit both."""
+"""Reduces the declarations of two candidates to what both declare, so that the same problems suit
+both.
+"""
 
 from dataclasses import replace
 from types import MappingProxyType
@@ -12,10 +14,10 @@ from lossgate.declaration.supports import ANY, both
 
 
 def able_alike(a: Any, b: Any) -> tuple[Candidate, Candidate]:
-    """Returns the two candidates, declared for what both can do.
+    """Returns the two candidates with declarations that are reduced to what both declare.
 
     Args:
-        a, b: what ``compare`` was given as ``kernel_a`` and ``kernel_b``.
+        a, b: the arguments ``kernel_a`` and ``kernel_b`` of ``compare``.
 
     Raises:
         UsageError: if no problem suits both.
@@ -26,44 +28,56 @@ def able_alike(a: Any, b: Any) -> tuple[Candidate, Candidate]:
                 f"compare({argument}={shown(given)}): expected a candidate; "
                 "decorate the kernel with @lossgate.candidate(...)"
             )
-    for what, way_out in (("spec", "compare kernels of one spec"), ("head", "let both start at the same head")):
-        own, others = (c.spec.name if what == "spec" else c.head for c in (a, b))
-        if own != others:
-            raise UsageError(f"compare: {a.name!r} has {what} {own!r}, and {b.name!r} has {others!r}; {way_out}")
-    if a.spec is not b.spec:  # as in a notebook, where one of two cells was run again
-        raise UsageError(
-            f"compare: {a.name!r} and {b.name!r} are of two specs that are both named {a.spec.name!r}; "
-            "make both kernels after the spec, or give the two specs two names"
-        )
+    _check_same_task(a, b)
     dtypes = tuple(dtype for dtype in a.dtypes if dtype in b.dtypes)
     if not dtypes:
         raise UsageError(
-            f"compare: {a.name!r} takes {', '.join(a.dtypes)}, and {b.name!r} {', '.join(b.dtypes)}; "
+            f"compare: {a.name!r} takes {', '.join(a.dtypes)}, but {b.name!r} takes {', '.join(b.dtypes)}; "
             "declare a dtype that both take"
         )
+    supports = {name: _supported(name, a, b) for name in {**a.supports, **b.supports}}
+    tiles = {dim: tuple(sorted({*a.tiles.get(dim, ()), *b.tiles.get(dim, ())})) for dim in {**a.tiles, **b.tiles}}
     shared: dict[str, Any] = {
         "axes": tuple(axis for axis in a.axes if axis in b.axes),
         "dtypes": dtypes,
-        "supports": MappingProxyType({name: _supported(name, a, b) for name in {**a.supports, **b.supports}}),
+        "supports": MappingProxyType(supports),
         "excludes": MappingProxyType(both(a.excludes, b.excludes)),
-        "tiles": MappingProxyType(
-            {dim: tuple(sorted({*a.tiles.get(dim, ()), *b.tiles.get(dim, ())})) for dim in {**a.tiles, **b.tiles}}
-        ),
+        "tiles": MappingProxyType(tiles),
         "differentiable": tuple(name for name in a.differentiable if name in b.differentiable),
         "known_failure": None,
     }
     return replace(a, **shared, beside=b), replace(b, **shared, beside=a)
 
 
+def _check_same_task(a: Candidate, b: Candidate) -> None:
+    """Refuses candidates of different specs or heads."""
+    if a.spec.name != b.spec.name:
+        raise UsageError(
+            f"compare: {a.name!r} has spec {a.spec.name!r}, and {b.name!r} has {b.spec.name!r}; "
+            "compare kernels of one spec"
+        )
+    if a.head != b.head:
+        raise UsageError(
+            f"compare: {a.name!r} has head {a.head!r}, and {b.name!r} has {b.head!r}; let both start at the same head"
+        )
+    if a.spec is not b.spec:  # in a notebook, one of two cells may have been run again
+        raise UsageError(
+            f"compare: {a.name!r} and {b.name!r} have different specs with the same name {a.spec.name!r}; "
+            "declare both kernels after the spec, or rename one of the specs"
+        )
+
+
 def _supported(option: str, a: Candidate, b: Candidate) -> Any:
     """Returns the values of an option that both candidates support."""
     own, others = a.supported(option), b.supported(option)
-    if own is ANY or others is ANY:
-        return others if own is ANY else own
+    if own is ANY:
+        return others
+    if others is ANY:
+        return own
     allowed = [(type(value), value) for value in others]
     if both := tuple(value for value in own if (type(value), value) in allowed):
         return both
     raise UsageError(
-        f"compare: {a.name!r} supports {option}={own!r}, and {b.name!r} {others!r}; "
-        "declare a value that both support, or no problem suits both"
+        f"compare: {a.name!r} supports {option}={own!r}, but {b.name!r} supports {others!r}; "
+        "declare a value that both support, so that a problem suits both"
     )

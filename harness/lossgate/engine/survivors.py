@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the problems that were tried say of option mutants that survive."""
+"""How close the problems that were tried came to killing the option mutants that survive."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,43 +13,46 @@ from lossgate.engine.case_result import CaseResult
 
 @dataclass(frozen=True)
 class Tried:
-    """What the problems with a choice say of a mutant that mistakes it."""
+    """How close the problems with a choice came to killing a mutant that mistakes the choice.
+
+    ``change`` and ``least`` are those of the problem that came closest.
+    """
 
     problems: int
-    """How many were asked."""
+    """How many problems have the choice."""
     change: float
-    """How much the mutant changes the outputs in which it shows, relative to them, in the problem
-    that came closest to killing it."""
+    """How much the mutant changes the outputs in which it shows, relative to their size."""
     least: float
-    """The smallest error in the scale of such an output that this problem would have shown."""
+    """The smallest error in the scale of such an output that the problem would have shown."""
 
     @property
     def closest(self) -> float:
-        """How close that problem came: from 1 on it may kill the mutant."""
+        """The change as a share of ``least``. From 1 on, the problem may kill the mutant."""
         return self.change / self.least if self.least else inf
 
 
 def tried_on(
     mutants: Iterable[OptionMutant], tried: Sequence[tuple[BoundProblem, CaseResult]]
 ) -> dict[OptionMutant, Tried]:
-    """Returns what problems say of mutants that none of them killed.
+    """Returns how close problems came to killing mutants that none of them killed.
 
     Args:
-        mutants: those that survive.
-        tried: the problems, and what came of each.
+        mutants: the surviving mutants.
+        tried: the problems and their results.
     """
-    given = {mutant: [one for one in tried if _says(mutant, *one)] for mutant in mutants}
-    return {mutant: _tried(mutant, own) for mutant, own in given.items()}
+    return {mutant: _closest(mutant, [one for one in tried if _says(mutant, *one)]) for mutant in mutants}
 
 
 def _says(mutant: OptionMutant, bound: BoundProblem, result: CaseResult) -> bool:
+    """Returns whether a problem has the choice of a mutant, and was compared."""
     return not result.failure and mutant.mutate(bound.bound_spec) is not None
 
 
-def _tried(mutant: OptionMutant, tried: Sequence[tuple[BoundProblem, CaseResult]]) -> Tried:
-    each = [Tried(len(tried), 0.0, inf)]
+def _closest(mutant: OptionMutant, tried: Sequence[tuple[BoundProblem, CaseResult]]) -> Tried:
+    """Returns the numbers of the problem that came closest to killing a mutant."""
+    found = [Tried(len(tried), 0.0, inf)]
     for bound, result in tried:
         outputs = shown_in(mutant.side, bound)
         least = min((c.mde for c in result.comparisons if c.output in outputs and c.values), default=inf)
-        each += (Tried(len(tried), change, least) for change in changes([mutant], bound).values())
-    return max(each, key=lambda one: (one.closest, one.change))
+        found += (Tried(len(tried), change, least) for change in changes([mutant], bound).values())
+    return max(found, key=lambda one: (one.closest, one.change))

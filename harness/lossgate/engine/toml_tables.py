@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks settings and tables of TOML against the fields of a class.
 
-The type of a field says what its value may be, and msgspec checks it. ``Expected`` stands beside
-the type and says the same to people: ``Annotated[int, Meta(ge=1), Expected("a positive number")]``.
+The type of a field says which values are allowed, and msgspec checks them. ``Expected`` says the
+same in words: ``Annotated[int, Meta(ge=1), Expected("a positive number")]``.
 """
 
 import tomllib
@@ -22,16 +22,16 @@ Table = TypeVar("Table", bound=msgspec.Struct)
 
 
 class Expected(NamedTuple):
-    """Says to people what a field may be. It stands beside the type of the field."""
+    """The values that a field may have, in words, as an annotation of the field's type."""
 
     what: str
-    """What a message says that was expected. The examples of ``msgspec.Meta`` follow it."""
+    """The words for messages. The examples of ``msgspec.Meta`` follow them."""
     check: Callable[[Any], object] = lambda value: None
-    """Raises a UsageError for a value of the right type that is wrong all the same."""
+    """Raises a UsageError for a wrong value of the right type."""
 
 
 def one_of(names: Iterable[str]) -> Expected:
-    """Expects one of several names. The message has the nearest spelling."""
+    """Expects one of several names. The message suggests the nearest name."""
     known = tuple(names)
 
     def check(name: str) -> None:
@@ -45,17 +45,17 @@ def each(what: str, read: Callable[[str], object]) -> Expected:
     """Expects a list of names that can be read.
 
     Args:
-        what: the list, for the message.
-        read: reads one, or raises a UsageError.
+        what: a description of the list, for the message.
+        read: reads one name. Raises a UsageError if that is wrong.
     """
     return Expected(what, lambda names: [read(name) for name in names])
 
 
 def parse_toml(content: bytes, file: Path) -> dict[str, Any]:
-    """Reads what a TOML file holds.
+    """Parses the content of a TOML file.
 
     Raises:
-        UsageError: if it is no TOML. The message names the file.
+        UsageError: if the content is no TOML. The message names the file.
     """
     try:
         return tomllib.loads(content.decode("utf-8-sig"))
@@ -63,7 +63,7 @@ def parse_toml(content: bytes, file: Path) -> dict[str, Any]:
         raise UsageError(f"{file}: byte {error.start} is no UTF-8; save the file in UTF-8") from None
     except RecursionError:
         raise UsageError(f"{file}: its values are nested too deeply") from None
-    except ValueError as error:  # those of TOML, and numbers of too many digits
+    except ValueError as error:  # a TOMLDecodeError, or a number with too many digits
         raise UsageError(f"{file}: {error}") from None
 
 
@@ -72,11 +72,11 @@ def read_table(model: type[Table], table: Any, where: str) -> Table:
 
     Args:
         model: the class.
-        table: what stands in the file.
-        where: how each message begins: the file and the header of the table.
+        table: the value in the file.
+        where: the file and the header of the table. Each message begins with it.
 
     Raises:
-        UsageError: if a key is unknown or missing, or has a value that it may not have.
+        UsageError: if the value is no table, or if a key is unknown, missing or has a wrong value.
     """
     if not isinstance(table, dict):
         raise UsageError(f"{where}{shown(table)}: expected a table")
@@ -91,7 +91,7 @@ def read_table(model: type[Table], table: Any, where: str) -> Table:
 
 
 def read_fields(model: type[Any], table: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Reads the keys of a table that need not have all fields of a class. See ``read_table``."""
+    """Reads the keys of a table that may lack fields of the class. See ``read_table``."""
     try:
         return {name: read_field(model, name, value) for name, value in table.items()}
     except UsageError as error:
@@ -99,10 +99,10 @@ def read_fields(model: type[Any], table: Mapping[str, Any], where: str) -> dict[
 
 
 def read_field(model: type[Any], name: str, value: Any) -> Any:
-    """Returns a value as the field of a class has it: a list becomes a tuple, 5 seconds are 5.0.
+    """Converts a value to the type of a field: a list becomes a tuple, and 5 seconds become 5.0.
 
     Raises:
-        UsageError: if there is no such field, or it may not have this value. The message names the
+        UsageError: if there is no such field, or if the value is wrong. The message names the
             field, the value, and what was expected.
     """
     types = _types(model)
@@ -121,13 +121,13 @@ def read_field(model: type[Any], name: str, value: Any) -> Any:
 
 
 def _with_read_tables(field: Any, name: str, value: Any) -> Any:
-    """Reads the tables that a value holds, so that a message about one of their keys names them."""
+    """Reads the tables within a value, so that messages about their keys name these tables."""
     kind, *_ = get_args(field)
     if isinstance(value, dict) and _is_table(kind):
         return read_table(kind, value, f"[{name}] ")
-    for of in get_args(kind):
-        if isinstance(value, list) and _is_table(of):
-            return [read_table(of, one, f"[[{name}]] number {number}: ") for number, one in enumerate(value, 1)]
+    item = next((of for of in get_args(kind) if _is_table(of)), None)
+    if isinstance(value, list) and item is not None:
+        return [read_table(item, one, f"[[{name}]] number {number}: ") for number, one in enumerate(value, 1)]
     return value
 
 
@@ -136,9 +136,10 @@ def _is_table(kind: Any) -> TypeIs[type[msgspec.Struct]]:
 
 
 def _expected(field: Any) -> str:
-    """Returns in words what a field may be, with the examples of its type."""
+    """Returns the values that a field may have, in words, with the examples of its type."""
     examples = [shown(one) for meta in _annotations(field, msgspec.Meta) for one in meta.examples or ()]
-    return f"{_said(field).what}{', such as ' * bool(examples)}{' or '.join(examples)}"
+    what = _said(field).what
+    return f"{what}, such as {' or '.join(examples)}" if examples else what
 
 
 def _said(field: Any) -> Expected:
@@ -148,11 +149,11 @@ def _said(field: Any) -> Expected:
 
 @cache
 def _types(model: type[Any]) -> Mapping[str, Any]:
-    """Returns the types of the fields that people may write: those with ``Expected``."""
+    """Returns the types of the fields that people may set. These have an ``Expected``."""
     hints = get_type_hints(model, include_extras=True)
     return {name: hint for name, hint in hints.items() if _annotations(hint, Expected)}
 
 
 def _annotations(field: Any, kind: type[T]) -> list[T]:
-    """Returns what of a kind stands beside the type of a field."""
+    """Returns the annotations of a field's type that are instances of a class."""
     return [one for one in getattr(field, "__metadata__", ()) if isinstance(one, kind)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs problems in a cell, and makes the first on which a candidate disagrees small.
+"""Runs problems in a cell, and shrinks the first one on which a candidate disagrees.
 
-Hypothesis makes it smaller: it draws the problem again, and simpler ones.
+Hypothesis does the shrinking: it draws the problem again, and then simpler ones.
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,13 +25,13 @@ from lossgate.problems.problem import Problem
 from lossgate.worlds.base import Hang, World, WorldLost
 
 _OTHERS = 2
-"""Failures of other kinds that are reported beside the first."""
+"""The most failures of other kinds that are reported with the first."""
 
 
 class _DisagreementError(Exception):
     """Tells Hypothesis that a problem fails.
 
-    It has one type and one line, so that Hypothesis sees a single failure.
+    All failures have this type and are raised on one line, so Hypothesis takes them for the same.
     """
 
 
@@ -41,30 +41,32 @@ class _StopSearch(BaseException):
 
 @dataclass
 class Trials:
-    """The problems that were tried in a cell, and what came of them."""
+    """The problems that were tried in a cell, and their results."""
 
     cell: Cell
     world: World
     settings: Settings
     cases: list[CaseResult] = field(default_factory=list)
-    """The cases that count, in order."""
+    """The results of the problems in order, up to the first that disagrees."""
     failure: CaseResult | None = None
-    """What came of the smallest case that disagrees."""
+    """The result of the smallest case that disagrees."""
     failing_case: Case | None = None
-    """That case itself, with what each rank returned, for a second look."""
+    """The smallest case that disagrees, with the outputs of each rank."""
     shrink_calls: int = 0
-    """Problems that were tried to make it smaller."""
+    """How many problems were tried to make the failing one smaller."""
     surviving: dict[str, OptionMutant] = field(default_factory=dict)
     """The option mutants that no problem has killed."""
     near: dict[str, OptionMutant] = field(default_factory=dict)
-    """The option mutants that no problem has killed, and none need kill: their choices are near."""
+    """Option mutants that no problem has killed and that need not be killed, because their choices
+    are near each other."""
     others: dict[frozenset[str], CaseResult] = field(default_factory=dict)
-    """The smallest cases that disagree for other reasons than the first, by their reasons."""
+    """The smallest cases that disagree in other ways than the first, by their kinds of failure."""
     _tried: list[tuple[BoundProblem, CaseResult]] = field(default_factory=list)
-    """The problem of each case, and what came of it. Large ones are let go, for their tensors."""
+    """The problem and the result of each case. Large problems are not kept: their tensors take too
+    much memory."""
     _error: LossgateError | None = None
     _first_kinds: frozenset[str] = frozenset()
-    """What the first failure is known by."""
+    """The kinds of the first failure."""
     _failed_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -83,9 +85,12 @@ class Trials:
             raise self._error
 
     def _shrink(self, placed: Placed) -> None:
-        """Has Hypothesis draw the problem again, and make it smaller on its own layout."""
-        placement, simplest, reached, again = placed.placement, True, False, False
-        plainest = placement.plainest(self._splits)
+        """Has Hypothesis draw the problem again and shrink it. The layout stays.
+
+        The failure is reported as flaky if the same problem does not fail again.
+        """
+        placement, drawn = placed.placement, placed.entry.drawn
+        plainest = placement.plainest(self._splits)  # it is kept if the problem also fails with it
         try:
             if plainest.fits(placed.entry.bound.problem):
                 self._check(plainest.put(placed.entry.bound.problem))
@@ -93,29 +98,33 @@ class Trials:
             placement = plainest
         except _StopSearch:
             return
+        is_first, shrinks, drawn_again = True, False, False
 
         def check(problem: Problem) -> None:
-            nonlocal simplest, reached, again
-            first, simplest = simplest, False  # if it passes now, Hypothesis does not try it again
-            again = again or problem == placed.entry.drawn
-            if first or reached or problem == placed.entry.drawn:
-                even = placement.vocab_split == "even" and placement.fills(problem)
-                hypothesis.assume(even or placement.fits(problem))
-                reached = True
-                self._check(placement.put(problem))
-                reached = not first
+            nonlocal is_first, shrinks, drawn_again
+            is_simplest, is_first = is_first, False  # Hypothesis gives the simplest problem first
+            drawn_again = drawn_again or problem == drawn
+            if not (is_simplest or shrinks or problem == drawn):
+                return  # Hypothesis has not yet come to the failing problem
+            even = placement.vocab_split == "even" and placement.fills(problem)
+            hypothesis.assume(even or placement.fits(problem))
+            shrinks = True  # if this problem fails, Hypothesis gives smaller ones from now on
+            self._check(placement.put(problem))
+            if is_simplest:
+                shrinks = False
 
         try:
             placed.entry.draws.each(check, shrink=True)
         except (_DisagreementError, _StopSearch):
             return
         except Flaky:
-            again = True
-        if again:  # another version of Hypothesis than that of a deck that was kept may draw others
-            self._add_flaky()  # what failed once did not fail again
+            drawn_again = True
+        # A kept deck may be of another version of Hypothesis, which drew other problems.
+        if drawn_again:
+            self._add_flaky()
 
     def _check(self, problem: Problem, entry: Entry | None = None) -> None:
-        """Runs a problem; raises if the candidate disagrees, or if nothing more is to be tried."""
+        """Runs a problem. Raises if the candidate disagrees, or if the search must stop."""
         if self.failure is not None:
             self.shrink_calls += 1
             too_late = monotonic() - self._failed_at > self.settings.timeout
@@ -125,7 +134,7 @@ class Trials:
             result = self._run(problem, entry)
         except LossgateError as error:
             if isinstance(error, WorldLost) and self.failure is not None:
-                raise _StopSearch from None  # that failure is why it is lost
+                raise _StopSearch from None  # the failure that was seen is the reason for the loss
             self._error = error
             raise _StopSearch from None
         if result.agrees:
@@ -136,50 +145,54 @@ class Trials:
             raise _DisagreementError
 
     def _run(self, problem: Problem, entry: Entry | None) -> CaseResult:
-        """Runs a problem and records what came of it.
+        """Runs a problem and records its result.
 
-        Of all cases only the smallest one that fails is kept, because a case holds tensors.
+        Only the smallest failing case is kept as a whole, because cases hold tensors.
         """
         bound = entry.bound if entry is not None else BoundProblem(self.cell.candidate.spec, problem)
         case = Case(self.cell.candidate, problem, self.world, bound)
-        unkilled = {**self.surviving, **self.near}
-        likely = [unkilled[name] for name in entry.kills if name in unkilled] if entry is not None else ()
-        result = run_case(case, self.cell.property, likely if self.failure is None else ())
-        if self.failure is None:
+        shrinking = self.failure is not None
+        likely: list[OptionMutant] = []
+        if entry is not None and not shrinking:
+            unkilled = {**self.surviving, **self.near}
+            likely = [unkilled[name] for name in entry.kills if name in unkilled]
+        result = run_case(case, self.cell.property, likely)
+        if not shrinking:
             if result.agrees:
                 result = replace(result, said=said_by(case, self.cell.property))
             self.cases.append(result)
             if not is_large(problem):
                 self._tried.append((bound, result))
             for name in result.killed:
-                (self.near if name in self.near else self.surviving).pop(name)
-        if not result.agrees and self.failure is None:
+                mutants = self.near if name in self.near else self.surviving
+                del mutants[name]
+        if result.agrees:
+            return result
+        if not shrinking:
             self._failed_at, self._first_kinds = monotonic(), result.kinds
-        if not result.agrees:
-            self._keep(result, case)
+        self._keep(result, case)
         return result
 
     def _keep(self, result: CaseResult, case: Case) -> None:
-        """Keeps a case that disagrees, if it is the smallest that does so for its reasons."""
-        if self.failure is None or (
-            self._is_same_failure(result) and _size(result.problem) <= _size(self.failure.problem)
-        ):
-            self.failure, self.failing_case = result, case
-        elif not self._is_same_failure(result):
-            known = self.others.get(result.kinds)
-            if known is None or _size(result.problem) <= _size(known.problem):
-                self.others[result.kinds] = result
+        """Keeps a case that disagrees, if it is the smallest one with its kind of failure."""
+        if self._is_same_failure(result):
+            if self.failure is None or _size(result.problem) <= _size(self.failure.problem):
+                self.failure, self.failing_case = result, case
+            return
+        known = self.others.get(result.kinds)
+        if known is None or _size(result.problem) <= _size(known.problem):
+            self.others[result.kinds] = result
 
     def _is_same_failure(self, result: CaseResult) -> bool:
-        """Returns whether a case fails for a reason for which the first one does.
+        """Returns whether a case has a kind of failure in common with the first failure.
 
-        A deadlock is not made smaller into a wrong loss, nor a wrong gradient of the weight into
-        one of the bias: they may be two defects.
+        A deadlock is not shrunk into a wrong loss, nor a wrong gradient of the weight into a wrong
+        gradient of the bias. They may be two defects.
         """
         return self.failure is None or not self._first_kinds.isdisjoint(result.kinds)
 
     def _add_others(self) -> None:
-        """Has the failure say which other defects were met while it was made smaller."""
+        """Adds to the failure the other failures that were met while it was shrunk."""
         assert self.failure is not None
         found = (
             f"another failure, met while the problem was made smaller: {other.findings[0]}\n"
@@ -194,7 +207,7 @@ class Trials:
 
 
 def not_again(failure: CaseResult) -> CaseResult:
-    """Returns a failure that says that it was not seen again."""
+    """Returns a failure with a further finding: it was not seen again."""
     finding = "the candidate is not deterministic: the same problem, run again, gave another result"
     return replace(failure, findings=(*failure.findings, finding), failure=None, unstable=True)
 

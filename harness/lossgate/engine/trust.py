@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which code a failure file may have run: that of the working folder, unless the user says so."""
+"""Refuses failure files that would run code outside the working folder, unless they are trusted."""
 
 import importlib.util
 import sys
@@ -15,12 +15,8 @@ _LOSSGATE = Path(__file__).resolve().parents[1]
 def check_trusted(failure: FailureFile, file: Path) -> None:
     """Refuses a failure file that names code outside the working folder. Nothing is imported.
 
-    Args:
-        failure: what the file holds.
-        file: for the message.
-
     Raises:
-        UsageError: if the candidate lies elsewhere, or is an installed module.
+        UsageError: if the candidate is outside the working folder, or in an installed module.
     """
     if (place := _outside(failure.candidate)) is not None:
         raise UsageError(
@@ -36,16 +32,13 @@ def needs_trust(source: str) -> bool:
 
 
 def _outside(source: str) -> Path | None:
-    """Returns where the code of a candidate is, if that is outside the working folder.
+    """Returns the file of a candidate if it is outside the working folder; else None.
 
-    Packages that are installed in the working folder lie outside, too: nobody wrote them there.
-    Those of lossgate itself do not, because that is the code which runs here.
+    Packages in a virtual environment within the working folder count as outside, because the user
+    did not write them. lossgate itself counts as inside, because its code runs anyway.
     """
-    place, here, installed = (
-        _place(source.rpartition(":")[0] or source),
-        Path.cwd().resolve(),
-        Path(sys.prefix).resolve(),
-    )
+    place = _place(source.rpartition(":")[0] or source)
+    here, installed = Path.cwd().resolve(), Path(sys.prefix).resolve()
     if place is None or place.is_relative_to(_LOSSGATE):
         return None
     is_installed = installed != here and place.is_relative_to(installed) and installed.is_relative_to(here)
@@ -53,15 +46,17 @@ def _outside(source: str) -> Path | None:
 
 
 def _place(location: str) -> Path | None:
-    """Returns the file of a location, or that of its package; None if there is none to run."""
+    """Returns the file of a location, or that of its package; None if there is no code to run."""
     if location.endswith(".py"):
         return Path(location).resolve()
     try:
-        spec = importlib.util.find_spec(location.partition(".")[0])  # that of a submodule would import its package
+        # Looking for a submodule would import its package, so only the package is looked for.
+        spec = importlib.util.find_spec(location.partition(".")[0])
     except (ImportError, ValueError):
         return None
     if spec is None:
         return None
     if spec.origin is not None and spec.has_location:
         return Path(spec.origin).resolve()
-    return next((Path(folder).resolve() for folder in spec.submodule_search_locations or ()), None)
+    folders = spec.submodule_search_locations or ()  # of a package without __init__.py
+    return next((Path(folder).resolve() for folder in folders), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a cell AGREE, DISAGREE or INCONCLUSIVE."""
+"""Decides whether a cell is AGREE, DISAGREE or INCONCLUSIVE, and says why."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,25 +15,26 @@ from lossgate.engine.cell_record import PropertyRecord, Verdict
 from lossgate.engine.failure_files import FrozenCase
 from lossgate.engine.own_mistakes import gaps_of
 from lossgate.engine.recorded import record_of
+from lossgate.judge.comparison import Comparison
 from lossgate.judge.explain import explain_pooled
 from lossgate.judge.pooling import FEWEST, LARGEST_MDE, Pooled, pool
+from lossgate.specs.outputs import Output
 
 _SHOWN = 4
-"""Values of a choice that a line names one by one, and lines about known mistakes."""
+"""The most values of a choice that a line lists, and the most lines about known mistakes."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What follows from what was run in a cell."""
+    """The verdict on what was run in a cell, and its reasons."""
 
     pooled: tuple[Pooled, ...]
-    """Its outputs over all problems."""
+    """The outputs, each pooled over all problems."""
     verdict: Verdict
     reasons: tuple[str, ...]
     """Why the verdict is not AGREE, in words."""
     gaps: tuple[str, ...] = ()
-    """Those of the reasons that say what was not seen enough of, beside option mutants that survive
-    and sizes that could not be tried."""
+    """The reasons that more problems may remove, except for option mutants that survive."""
 
 
 def judge(run: CellRun) -> Judged:
@@ -49,13 +50,13 @@ def judge(run: CellRun) -> Judged:
 
 
 def conclude(run: CellRun) -> CellResult:
-    """Returns what came of a cell: the verdict on what was run, and its record."""
+    """Judges what was run in a cell, and returns the result with its record."""
     judged = judge(run)
     return CellResult(run=run, record=record_of(run, judged.pooled, judged.verdict, judged.reasons))
 
 
 def conclude_known(cell: Cell, known: KnownFailure, frozen: FrozenCase, now: CaseResult, seconds: float) -> CellResult:
-    """Returns the verdict on a known failure: expected if the same outputs still disagree."""
+    """Returns the result for a known failure. It is expected if the same outputs still disagree."""
     expected = now.symptoms == frozen.symptoms and not now.agrees
     if now.agrees:
         reasons = (
@@ -73,44 +74,46 @@ def conclude_known(cell: Cell, known: KnownFailure, frozen: FrozenCase, now: Cas
 
 
 def pooled_disagreements(pooled: Iterable[Pooled]) -> tuple[str, ...]:
-    """Returns in words what disagrees only when the problems are pooled."""
+    """Returns, in words, the disagreements that only pooled outputs show."""
     return tuple(line for one in pooled for line in explain_pooled(one))
 
 
 def pooled_outputs(cases: Sequence[CaseResult]) -> tuple[Pooled, ...]:
-    """Returns what the problems say together of each output."""
-    outputs = dict.fromkeys(c.output for case in cases for c in case.comparisons)
-    return tuple(
-        pool(output, (c for case in cases for c in case.comparisons if c.output == output)) for output in outputs
-    )
+    """Pools the comparisons of each output over all problems."""
+    by_output: dict[Output, list[Comparison]] = {}
+    for case in cases:
+        for comparison in case.comparisons:
+            by_output.setdefault(comparison.output, []).append(comparison)
+    return tuple(pool(output, comparisons) for output, comparisons in by_output.items())
 
 
 def reasons_of(properties: Iterable[PropertyRecord]) -> tuple[str, ...]:
     """Returns the findings of all properties as reasons against AGREE.
 
-    The failure of a cell is that of the first that is broken. The others say on which problem.
+    Each broken property but the first also says on which problem. The problem of the first is
+    shown as the failure of the cell.
     """
-    broken = [held_to for held_to in properties if not held_to.holds]
-    return tuple(
-        line
-        for number, held_to in enumerate(broken)
-        for line in (*held_to.reasons, *([f"{held_to.symptom}: on {held_to.on}"] if number else []))
-    )
+    lines: list[str] = []
+    for number, broken in enumerate(held_to for held_to in properties if not held_to.holds):
+        lines += broken.reasons
+        if number:
+            lines.append(f"{broken.symptom}: on {broken.on}")
+    return tuple(lines)
 
 
 def _disagreement(run: CellRun, pooled: Iterable[Pooled]) -> tuple[str, ...]:
-    """Returns in words why a cell disagrees; nothing if it does not."""
+    """Returns, in words, why a cell disagrees. It is empty if the cell does not."""
     if broken := reasons_of(run.properties):
         return broken
     return pooled_disagreements(pooled) if run.failure is None else run.failure.reasons
 
 
 def _gaps(run: CellRun, pooled: Sequence[Pooled]) -> Iterator[str]:
-    """Yields in words what the problems did not show."""
+    """Yields, in words, what the problems failed to show."""
     cell, cases = run.cell, run.cases
     if not any(case.fits for case in cases):
         yield (
-            f"property {cell.property} says nothing of any of the {len(cases)} problems that were tried; raise "
+            f"none of the {len(cases)} problems that were tried says anything about property {cell.property}; raise "
             "--examples, or choose other layouts"
         )
     for comparison in (c for case in cases for c in case.comparisons if c.blind):
@@ -118,10 +121,10 @@ def _gaps(run: CellRun, pooled: Sequence[Pooled]) -> Iterator[str]:
             f"the judge accepted planted errors: {', '.join(comparison.blind)} in {comparison.output}; "
             "please report this fault of lossgate"
         )
-    if cell.property.needs_adequacy and len(cases) < FEWEST:
-        are = "problem is" if len(cases) == 1 else "problems are"
-        yield f"{len(cases)} {are} too few for AGREE; raise --examples to {FEWEST} at least"
     if cell.property.needs_adequacy:
+        if len(cases) < FEWEST:
+            are = "problem is" if len(cases) == 1 else "problems are"
+            yield f"{len(cases)} {are} too few for AGREE; raise --examples to {FEWEST} at least"
         yield from _hidden_scales(pooled, len(cases))
     covered = frozenset[str]().union(*(case.covered for case in cases))
     for name, goal in cell.required_goals.items():
@@ -132,29 +135,31 @@ def _gaps(run: CellRun, pooled: Sequence[Pooled]) -> Iterator[str]:
 
 
 def _hidden_scales(pooled: Iterable[Pooled], problems: int) -> Iterator[str]:
-    """Yields the outputs whose scale could be wrong, in words."""
+    """Yields a line for each output whose scale may be wrong without a problem showing it."""
     for p in pooled:
         silent = f"in {p.silent} of {problems} problems rounding explains even a result of zero"
-        # A metric may be zero on every problem: the share of tokens that are clipped, say.
-        if p.silent and (not p.problems or (p.problems < FEWEST and p.output.kind != "metric")):
+        # A metric may be zero on every problem, such as the share of tokens that are clipped.
+        is_metric, never_compared = p.output.kind == "metric", not p.problems
+        too_few = never_compared or (p.problems < FEWEST and not is_metric)
+        if p.silent and too_few:
             yield (
-                f"{p.output}: {silent}, and only {p.problems} problems say something about its scale, where "
+                f"{p.output}: {silent}, and only {p.problems} problems say something about its scale, but "
                 f"{FEWEST} are needed; {to_compare(problems, too_noisy=True)}"
             )
-        elif not p.problems and p.output.kind != "metric":
-            yield (
-                f"{p.output}: it was zero in every problem, so that its scale was never compared; "
-                f"{to_compare(problems)}"
-            )
-        elif p.problems and p.mde > LARGEST_MDE:
+        elif never_compared and not is_metric:
+            yield f"{p.output}: it was zero in every problem, so its scale was never compared; {to_compare(problems)}"
+        elif not never_compared and p.mde > LARGEST_MDE:
+            also = f"; {silent}" if p.silent else ""
             yield (
                 f"{p.output}: an error of {LARGEST_MDE:.0%} in its scale would not have been detected "
-                f"(the least that would is {p.mde:.2g}{f'; {silent}' if p.silent else ''}); {to_detect(p, problems)}"
+                f"(the smallest that would is {p.mde:.2g}{also}); {to_detect(p, problems)}"
             )
 
 
 def _unseen(mistakes: MistakesShown) -> Iterator[str]:
-    """Yields a line for each known mistake that would have passed, or for the largest ones."""
+    """Yields a line for each of the largest known mistakes that would have passed, and one that
+    counts the rest.
+    """
     for sentence in mistakes.surviving[: _SHOWN - 1]:
         yield (
             f"a kernel with a known mistake would have passed every problem: {sentence}; try another "
@@ -162,8 +167,8 @@ def _unseen(mistakes: MistakesShown) -> Iterator[str]:
         )
     if more := len(mistakes.surviving[_SHOWN - 1 :]):
         yield (
-            f"{counted(more, 'more known mistake')} would have passed; lossgate report --cell names them, of a run "
-            "with --evidence"
+            f"{counted(more, 'more known mistake')} would have passed; verify with --evidence, and lossgate report "
+            "--cell lists them"
         )
 
 
@@ -173,13 +178,17 @@ def _untried(sizes: Mapping[str, str]) -> Iterator[str]:
 
 
 def _way_to(goal: str, cell: Cell, drawn: int) -> str:
+    """Returns further advice on a goal that the spec itself sets; "" if there is none."""
     spec = cell.candidate.spec
-    if goal in spec.goals and spec.kinks and cell.dtype != "float32":
+    if goal not in spec.goals:
+        return ""
+    if spec.kinks and cell.dtype != "float32":
         return (
-            f". Tokens at which {cell.dtype} decides a clip or comparison are masked: if that keeps it "
-            "out of reach, say in dtypes= of the goal where it can be reached, or use a bound without a kink"
+            f". Tokens at which rounding to {cell.dtype} decides a clip or comparison are masked. If no problem can "
+            "reach the goal because of that, list in dtypes= of the goal the dtypes that can, or use a bound without "
+            "a kink"
         )
-    if goal in spec.goals and drawn:
+    if drawn:
         return ". If supports keeps it out of reach, say so in unreachable_if= of the goal, or support what it needs"
     return ""
 
@@ -189,14 +198,19 @@ def _survivors(run: CellRun) -> Iterator[str]:
     by_choice: dict[str, list[OptionMutant]] = {}
     for mutant in run.surviving.values():
         by_choice.setdefault(mutant.choice, []).append(mutant)
-    for own in by_choice.values():
-        taken_for = (f"{one.other} (in {'a value' if one.side == 'value' else 'a gradient'})" for one in own)
-        advice = to_kill([run.tried[one] for one in own if one in run.tried], len(run.cases), own[0].option)
-        choice = f"{own[0].option}={_shortened(own[0].values)}"
-        yield f"a kernel that computes {choice} as {', '.join(taken_for)} would have passed every problem; {advice}"
+    for mutants in by_choice.values():
+        tried = [run.tried[mutant] for mutant in mutants if mutant in run.tried]
+        option, values = mutants[0].option, mutants[0].values
+        taken_for = (f"{one.other} (in {'a value' if one.side == 'value' else 'a gradient'})" for one in mutants)
+        yield (
+            f"a kernel that computes {option}={_shortened(values)} as {', '.join(taken_for)} would have passed every "
+            f"problem; {to_kill(tried, len(run.cases), option)}"
+        )
 
 
 def _shortened(values: Sequence[object]) -> str:
-    """Returns the values of a choice in words, of many the first and the last."""
-    shown = [*map(str, values)]
-    return "/".join(shown if len(shown) <= _SHOWN else [shown[0], "...", shown[-1]])
+    """Returns the values of a choice in words; if there are many, only the first and the last."""
+    words = [str(value) for value in values]
+    if len(words) > _SHOWN:
+        words = [words[0], "...", words[-1]]
+    return "/".join(words)

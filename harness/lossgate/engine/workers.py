@@ -2,7 +2,7 @@
 """Runs cells in other processes, side by side."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from time import perf_counter
@@ -23,7 +23,7 @@ _LOOK = 1.0
 
 @dataclass(frozen=True)
 class Done:
-    """A cell is due. It has no result if its candidate was given up before it began."""
+    """A cell is done. It has no result if its candidate was given up before the cell began."""
 
     cell: Cell
     result: CellResult | None
@@ -32,61 +32,86 @@ class Done:
 def run_side_by_side(
     cells: Sequence[Cell], settings: Settings, jobs: int, given_up: Callable[[Cell], object] = lambda _: None
 ) -> Generator[CellStarted | CellAgrees | Done]:
-    """Runs cells in other processes, which load the candidates again from their sources.
+    """Runs cells in other processes. These load the candidates again from their sources.
 
-    Cells that share a deck run in one process, as far as possible, so that it is drawn once. A
-    candidate that ends its process is a CRASH, and the next cells run in a new one.
+    Cells that share a deck run in one process as far as possible, so that each deck is drawn once.
+    If a candidate ends its process, the cell fails as a CRASH, and a new process runs the next
+    cells.
 
     Args:
-        cells: what to run.
+        cells: the cells to run.
         settings: how much is tried in each.
         jobs: the number of processes.
-        given_up: returns something true for a cell that need not be run any more.
+        given_up: whether a cell need not run any more.
 
     Yields:
-        Each cell as it starts and as it agrees, in any order, and what came of each in the order of
-        the cells.
+        An event when a cell starts and when it agrees, in any order. One event with the result of
+        each cell, in the order of the cells.
 
     Raises:
-        UsageError: if a candidate is not the one that its source holds, because it was made in a
-            function, say.
+        UsageError: if the source of a candidate does not hold the same candidate. An example is a
+            candidate that was made in a function.
     """
     for cell in cells:
         check_source(cell.candidate)
-    sources = tuple(dict.fromkeys(cell.candidate.source for cell in cells))
-    given = [CellJob(CellName.of(cell), sources, settings) for cell in cells]
-    workers, queue = [_Worker() for _ in range(jobs)], _Queue(cells)
-    finished: dict[int, CellResult | None] = {}
-    idle, running = list(range(jobs)), dict[int, int]()
+    workers = _Workers(cells, settings, jobs)
     try:
-        for due, cell in enumerate(cells):
-            while due not in finished:
-                while idle and queue:
-                    number = queue.take(idle[0])
-                    if given_up(cells[number]):
-                        finished[number] = None
-                        continue
-                    worker = idle.pop(0)
-                    running[worker] = number
-                    workers[worker].start(cells[number], given[number])
-                    yield CellStarted(cells[number])
-                ready = wait([workers[worker].child.connection for worker in running], _LOOK if running else 0)
-                for worker in list(running):
-                    if workers[worker].child.connection not in ready:
-                        workers[worker].child.check_alive(settings.timeout)
-                    elif (result := workers[worker].result()) is None:
-                        yield CellAgrees(cells[running[worker]])
-                    else:
-                        finished[running.pop(worker)] = result
-                        idle.append(worker)
-            yield Done(cell, finished.pop(due))
+        for number, cell in enumerate(cells):
+            while number not in workers.finished:
+                yield from workers.start_idle(given_up)
+                yield from workers.collect()
+            yield Done(cell, workers.finished.pop(number))
     finally:
-        for worker in workers:
+        workers.end()
+
+
+class _Workers:
+    """The workers of a run. Workers and cells are known by their numbers."""
+
+    def __init__(self, cells: Sequence[Cell], settings: Settings, jobs: int) -> None:
+        self._cells, self._settings, self._queue = cells, settings, _Queue(cells)
+        self._sources = tuple(dict.fromkeys(cell.candidate.source for cell in cells))
+        self._workers = [_Worker() for _ in range(jobs)]
+        self._idle = list(range(jobs))
+        self._running: dict[int, int] = {}
+        """The cell of each worker that has one."""
+        self.finished: dict[int, CellResult | None] = {}
+        """The results of cells. None stands for a cell that was given up."""
+
+    def start_idle(self, given_up: Callable[[Cell], object]) -> Iterator[CellStarted]:
+        """Gives cells to workers that have none."""
+        while self._idle and self._queue:
+            number = self._queue.take(self._idle[0])
+            cell = self._cells[number]
+            if given_up(cell):
+                self.finished[number] = None
+                continue
+            worker = self._idle.pop(0)
+            self._running[worker] = number
+            self._workers[worker].start(cell, CellJob(CellName.of(cell), self._sources, self._settings))
+            yield CellStarted(cell)
+
+    def collect(self) -> Iterator[CellAgrees]:
+        """Waits a little for answers of workers, and keeps the results of cells."""
+        connections = [self._workers[worker].child.connection for worker in self._running]
+        ready = wait(connections, _LOOK if self._running else 0)
+        for worker, number in list(self._running.items()):
+            if self._workers[worker].child.connection not in ready:
+                self._workers[worker].child.check_alive(self._settings.timeout)
+            elif (result := self._workers[worker].result()) is None:
+                yield CellAgrees(self._cells[number])
+            else:
+                self.finished[number] = result
+                del self._running[worker]
+                self._idle.append(worker)
+
+    def end(self) -> None:
+        for worker in self._workers:
             worker.child.end()
 
 
 class _Worker:
-    """A process that verifies cells, or the next one if a candidate has spoilt it."""
+    """A process that verifies cells. A new process takes its place if a candidate spoils it."""
 
     def __init__(self) -> None:
         self.child = take_child()
@@ -94,28 +119,28 @@ class _Worker:
         self._started = 0.0
 
     def start(self, cell: Cell, job: CellJob) -> None:
-        another = self._cell is not None and self._cell.candidate is not cell.candidate
-        if another and self.child.threads_left:
+        other_candidate = self._cell is not None and self._cell.candidate is not cell.candidate
+        if other_candidate and self.child.threads_left:  # threads of the last candidate may disturb this one
             self._replace()
         self._cell, self._started = cell, perf_counter()
         self.child.start(job)
 
     def result(self) -> CellResult | None:
-        """Returns what came of the cell, also if its candidate ended the process; None if it agrees
-        with the reference, and is still held to its other properties.
+        """Returns the result of the cell, also if its candidate ended the process; None if the cell
+        agrees with the reference and its further properties are checked next.
         """
         assert self._cell is not None
         try:
-            found = self.child.result()
-            if found is News.AGREES:
-                return None
-            record, run = found
-            return CellResult(run=CellRun(**run, cell=self._cell), record=record, printed=self.child.printed)
+            answer = self.child.result()
         except ChildDied as died:
             printed = self.child.printed
             self._replace()
             result = result_of_crash(self._cell, died, perf_counter() - self._started)
             return replace(result, printed=printed)
+        if answer is News.AGREES:
+            return None
+        record, run = answer
+        return CellResult(run=CellRun(**run, cell=self._cell), record=record, printed=self.child.printed)
 
     def _replace(self) -> None:
         self.child.end()
@@ -123,7 +148,7 @@ class _Worker:
 
 
 class _Queue:
-    """The cells that wait, by the deck that they share."""
+    """The waiting cells, by the deck that they share."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         self._waiting: dict[str, deque[int]] = {}
@@ -135,11 +160,15 @@ class _Queue:
         return any(self._waiting.values())
 
     def take(self, worker: int) -> int:
-        """Returns the next cell for a worker: of its deck, of one that nobody has, or of the one
-        with the most cells left.
+        """Returns the number of the next cell for a worker.
+
+        While the worker's deck has cells, it is one of these. Then it is one of a deck that no
+        worker has, or else of the deck with the most cells left.
         """
-        if not self._waiting.get(self._decks.get(worker, "")):
+        deck = self._decks.get(worker, "")
+        if not self._waiting.get(deck):
             left = [deck for deck, cells in self._waiting.items() if cells]
             free = [deck for deck in left if deck not in self._decks.values()]
-            self._decks[worker] = free[0] if free else max(left, key=lambda deck: len(self._waiting[deck]))
-        return self._waiting[self._decks[worker]].popleft()
+            deck = free[0] if free else max(left, key=lambda deck: len(self._waiting[deck]))
+            self._decks[worker] = deck
+        return self._waiting[deck].popleft()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates as pytest items: one for each property, layout and dtype."""
+"""Runs candidates as pytest items, one for each cell, and gives tests ranks."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence of pytest items: lines are made where an item runs, and written where its report
-arrives: under pytest-xdist, in the controller.
+"""Evidence of pytest items.
+
+A line is made in the process that runs the item, and written in the process that gets its report.
+Under pytest-xdist these are a worker and the controller.
 """
 
 from __future__ import annotations
@@ -36,14 +38,15 @@ def collected(items: Sequence[pytest.Item]) -> list[Cell]:
 
 
 class Evidence:
-    """Gathers what items tell of their cells, in every process of a session.
+    """Collects the evidence of items in every process of a session.
 
     Args:
-        config: of the session.
-        file: where evidence is written; None for nowhere.
+        config: the configuration of the session.
+        file: where evidence is written; None to write none.
     """
 
     def __init__(self, config: pytest.Config, file: Path | None) -> None:
+        # Only workers of pytest-xdist have these.
         self._input: dict[str, Any] | None = getattr(config, "workerinput", None)
         self._output: dict[str, Any] | None = getattr(config, "workeroutput", None)
         self._run: str = self._input[_RUN] if self._input is not None else token_hex(8)
@@ -54,7 +57,7 @@ class Evidence:
         self._error = ""
 
     def tell(self, result: CellResult, replay: str | None, record_property: Callable[[str, object], None]) -> None:
-        """Attaches what came of a cell to the report of its item."""
+        """Attaches the result of a cell to the report of its item."""
         from lossgate.evidence.sealed import seal
         from lossgate.evidence.writer import written
 
@@ -67,8 +70,8 @@ class Evidence:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Writes the record of the run before the work, so that a file that cannot be written is
-        reported first.
+        """Writes the record of the run before any item runs, so that a file that cannot be written
+        is reported at once.
         """
         if self._path is None or self._input is not None:
             return
@@ -101,7 +104,7 @@ class Evidence:
             self._planned = [CellKey(*key) for key in planned]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "call" or self._input is not None:
+        if report.when != "call" or self._input is not None:  # the controller gets the reports of workers, too
             return
         for name, value in report.user_properties:
             if name == _COUNTS:
@@ -121,7 +124,7 @@ class Evidence:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Any:
-        outcome = yield  # pytest-xdist waits for its workers in it
+        outcome = yield  # meanwhile pytest-xdist waits for its workers
         self._write(lambda writer: writer.end(planned=self._planned))
         if self._error and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from lossgate.worlds import RankContext, World
 
 CONTEXT = "rank_context"
-"""The argument that is the context of the rank."""
+"""The name of the argument that receives the context of the rank."""
 _SETTINGS = ("on", "timeout", "device")
 
 
 def run_on_ranks(item: pytest.Function, marker: pytest.Mark, default: str) -> None:
-    """Runs a test function on every rank. The test fails if it fails on one.
+    """Runs a test function on every rank. The test fails if it fails on any rank.
 
     Args:
         item: the test.
-        marker: its marker ``world``: sizes of axes, and ``on`` (the world), ``timeout``,
-            ``device``.
+        marker: the marker ``world`` of the test. It has sizes of axes, and ``on`` (the world),
+            ``timeout`` and ``device``.
         default: the world, if the marker names none.
     """
     given = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
@@ -39,22 +39,22 @@ def run_on_ranks(item: pytest.Function, marker: pytest.Mark, default: str) -> No
             ends = world.run(OnRank(item.obj, given))
     except LossgateError as error:
         failed = str(error)
-    if failed:  # not above, where pytest would show the error twice
+    if failed:  # pytest would show the error twice if the test failed within the handler above
         pytest.fail(failed, pytrace=False)
     _end_as(ends)
 
 
 def _end_as(ends: Sequence[Ended]) -> None:
-    """Ends a test as its ranks have ended: skipped, say, if they have skipped it."""
-    how = {end.how for end in ends}
-    if len(how) > 1:
-        groups = "; ".join(
-            f"{name_ranks(r for r, end in enumerate(ends) if end.how == one)} {one}" for one in sorted(how)
-        )
+    """Ends a test in the same way as its ranks. For example, it is skipped if they skipped it."""
+    ranks_by_end: dict[str, list[int]] = {}
+    for rank, end in enumerate(ends):
+        ranks_by_end.setdefault(end.how, []).append(rank)
+    if len(ranks_by_end) > 1:
+        groups = "; ".join(f"{name_ranks(ranks)} {how}" for how, ranks in sorted(ranks_by_end.items()))
         pytest.fail(f"the ranks did not end alike: {groups}", pytrace=False)
-    if how == {"skipped"}:
+    if "skipped" in ranks_by_end:
         pytest.skip(ends[0].reason)
-    if how == {"failed as expected"}:
+    if "failed as expected" in ranks_by_end:
         pytest.xfail(ends[0].reason)
 
 
@@ -66,7 +66,7 @@ def _world_of(marker: pytest.Mark, default: str) -> Generator[World]:
     kind = settings.pop("on", default)
     settings.setdefault("device", "cuda" if kind == "nccl" else "cpu")
     if layout.ranks > (most := most_ranks(kind)):
-        pytest.skip(f"layout {layout} has {layout.ranks} ranks, and torchrun launched {most}")
+        pytest.skip(f"layout {layout} has {layout.ranks} ranks, but torchrun launched only {most}")
     world = make_world(kind, layout, **settings)
     try:
         yield world
@@ -76,7 +76,7 @@ def _world_of(marker: pytest.Mark, default: str) -> Generator[World]:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a test ended on a rank, if it did not fail."""
+    """How a test ended on a rank without failing."""
 
     how: Literal["passed", "skipped", "failed as expected"]
     reason: str = ""
@@ -103,7 +103,7 @@ def _read(marker: pytest.Mark) -> tuple[Layout, dict[str, Any]]:
     """Returns the layout and the settings of a marker.
 
     Raises:
-        UsageError: if it has others.
+        UsageError: if the marker has other arguments.
     """
     if marker.args:
         raise UsageError(f"mark.world{marker.args!r}: expected names, such as mark.world(tp=2, cp=2)")
@@ -116,7 +116,7 @@ def _read(marker: pytest.Mark) -> tuple[Layout, dict[str, Any]]:
 
 @contextmanager
 def _pickled_by_value(module: str) -> Generator[None]:
-    """Sends the functions of a test module to other processes, which can't import it."""
+    """Makes pickles hold the code of a test module, because other processes can't import it."""
     import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[module])

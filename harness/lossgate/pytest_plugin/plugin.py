@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how much to verify: dev, ci, nightly, release, or one of pyproject.toml",
     )
     group.addoption(
-        "--lossgate-evidence", metavar="FILE", type=Path, help="append what lossgate gate reads to this file"
+        "--lossgate-evidence", metavar="FILE", type=Path, help="append evidence for lossgate gate to this file"
     )
     group.addoption("--lossgate-failures", metavar="DIR", default=".lossgate", help="folder for failure files")
     group.addoption(
@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addini(
         "lossgate_torchrun",
-        "if torchrun started pytest: run the tests in rank 0 alone, on the ranks of all",
+        "if torchrun started pytest: run the tests in rank 0, with all its processes as ranks",
         type="bool",
         default=False,
     )
@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Serves as a rank, if another process of the same torchrun runs the tests."""
+    """Serves as a rank if another process of the same torchrun runs the tests."""
     from lossgate.base.launch import is_follower
 
     if _world(config) != "torchrun" or not is_follower():
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "world(dp=1, cp=1, tp=1, on=None, timeout=60, device='cpu'): runs the test on every rank of a world; its "
-        "argument rank_context says which",
+        "argument rank_context says which rank",
     )
     config.stash[_EVIDENCE] = Evidence(config, config.getoption("--lossgate-evidence"))
     config.pluginmanager.register(config.stash[_EVIDENCE], "lossgate-evidence")
@@ -92,23 +92,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _settings(config: pytest.Config, marker: pytest.Mark) -> Settings:
     from lossgate.engine.settings import load_settings
 
-    given = {**marker.kwargs["settings"], "world": _world(config) or marker.kwargs["settings"]["world"]}
-    profile = config.getoption("--lossgate-profile") or given.pop("profile")
-    given.pop("profile", None)
-    return load_settings(profile, config.rootpath, **given)
+    given = dict(marker.kwargs["settings"])
+    given["world"] = _world(config) or given["world"]
+    of_suite = given.pop("profile")
+    return load_settings(config.getoption("--lossgate-profile") or of_suite, config.rootpath, **given)
 
 
 def _world(config: pytest.Config) -> str | None:
-    """Returns the world that the command line or torchrun asks for, if any."""
+    """Returns the world that the command line or torchrun asks for; None if neither does."""
     from lossgate.base.launch import launch_of_torchrun
 
+    if world := config.getoption("--lossgate-world"):
+        return world
     attached = config.getini("lossgate_torchrun") and launch_of_torchrun() is not None
-    return config.getoption("--lossgate-world") or ("torchrun" if attached else None)
+    return "torchrun" if attached else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test with the marker ``world`` on the ranks of one."""
+    """Runs a test that has the marker ``world`` on the ranks of a world."""
     marker = pyfuncitem.get_closest_marker("world")
     if marker is None:
         return None
@@ -124,7 +126,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Ends the other processes of a torchrun, once everything is printed."""
+    """Ends the other processes of a torchrun after everything is printed."""
     if _EXIT not in config.stash or _world(config) != "torchrun":
         return
     from lossgate.worlds.torchrun import dismiss
@@ -135,15 +137,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def rank_context() -> None:
-    """The context of the rank, in tests with the marker ``world``, which put it in."""
+    """The context of the rank in tests that have the marker ``world``. The marker fills it in."""
 
 
 @pytest.fixture(scope="module")
 def simulated_ranks() -> Iterator[SimulatedRanks]:
     """Calls a function on every rank of a layout: ``simulated_ranks(function, *arguments, tp=2)``.
 
-    The ranks end with the module. So the fixture serves tests with ``hypothesis.given`` too, which
-    may not use one that is made for each test.
+    The fixture lasts for a whole module. So it also serves tests with ``hypothesis.given``, which
+    may not use a fixture that is made for each test.
     """
     from lossgate.worlds.simulated_ranks import SimulatedRanks
 
@@ -175,7 +177,8 @@ def lossgate_run(
     def run(cell: Cell) -> None:
         try:
             failures = FailureFiles(folder)
-            result, mended = hold_to_earlier(run_cell(cell, settings), folder, settings.timeout, examples_of([cell]))
+            result = run_cell(cell, settings)
+            result, mended = hold_to_earlier(result, folder, settings.timeout, examples_of([cell]))
         except UsageError as error:
             pytest.fail(str(error), pytrace=False)
         failures(CellFinished(result, mended))

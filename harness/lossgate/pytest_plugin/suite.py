@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates as pytest items: one for each property, layout and dtype."""
+"""Makes pytest items of a candidate, one for each of its cells."""
 
 from __future__ import annotations
 
@@ -29,26 +29,29 @@ def suite(
 
         test_my_kernel = lossgate.suite(my_kernel)
 
-    It is an item for each layout and dtype, which holds the candidate to every property. An
-    inconclusive one fails. Items depend on nothing but their names, and so run under pytest-xdist.
+    The function has an item for each layout and dtype, which holds the candidate to every property.
+    An inconclusive item fails. Items depend only on their names, so they run under pytest-xdist.
 
     Args:
-        candidate: what to verify.
+        candidate: the candidate to verify.
         profile: how much to try: "dev", "ci", "nightly", "release", or one of
             ``[tool.lossgate.profiles]`` in pyproject.toml. ``pytest --lossgate-profile`` wins.
-        layouts: such as ``["single", "tp=2,cp=2"]``. By default those of ``matrix``.
-        dtypes: of inputs, such as ``["bfloat16"]``. By default all that the candidate takes.
-        examples: the least problems for each layout and dtype. By default those of the profile.
-        ranks: of the largest layout. By default those of the profile.
-        matrix: where no layouts are given: "covering" for few that cover what differs, or "full"
-            for all of at most ``ranks`` ranks, in every dtype. By default that of the profile.
+        layouts: the layouts, such as ``["single", "tp=2,cp=2"]``. By default those of ``matrix``.
+        dtypes: the dtypes of inputs, such as ``["bfloat16"]``. By default all that the candidate
+            takes.
+        examples: the fewest problems for each layout and dtype. By default those of the profile.
+        ranks: the ranks of the largest layout. By default those of the profile.
+        matrix: the layouts, if ``layouts`` is left out: "covering" for a few that cover what
+            differs, or "full" for all of at most ``ranks`` ranks, in every dtype. By default that
+            of the profile.
         world: where ranks run: "simulated", all in this process, by default; or "gloo" or "nccl",
             one process each. ``pytest --lossgate-world`` wins.
 
     Raises:
-        UsageError: if this is no candidate, or a setting is wrong.
+        UsageError: if ``candidate`` is no candidate, or if a setting is wrong.
     """
-    if not isinstance(candidate, Candidate):  # pyright: ignore[reportUnnecessaryIsInstance]  an undecorated kernel is a likely slip
+    # A likely slip is a kernel that is not decorated.
+    if not isinstance(candidate, Candidate):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(
             f"suite({shown(candidate)}): expected a candidate; decorate the kernel with @lossgate.candidate(...)"
         )
@@ -73,5 +76,6 @@ def suite(
 
 
 def _several(argument: str, given: Iterable[str] | None) -> tuple[str, ...] | None:
-    """Returns layouts or dtypes by their names; None for those of the profile."""
-    return tuple(map(str, Argument("suite(", argument, given or ()).several(argument))) or None
+    """Returns the names of layouts or dtypes. None stands for those of the profile."""
+    names = Argument("suite(", argument, given or ()).several(argument)
+    return tuple(map(str, names)) or None

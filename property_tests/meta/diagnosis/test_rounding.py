@@ -142,7 +142,8 @@ def test_a_property_that_fails_by_rounding_says_what_to_declare_before_its_own_r
     assert result.verdict is Verdict.DISAGREE
     assert result.reasons[-1].startswith(
         "to do: if the kernel rounds the gradient of the logits to bfloat16, declare for bfloat16 "
-        "Precision(logits='bfloat16', dlogits='bfloat16'): with it this agrees. If not, compute logit - logsumexp"
+        "Precision(logits='bfloat16', dlogits='bfloat16'); with this declaration, the property holds. If not, "
+        "compute logit - logsumexp"
     )
     assert judged(product, PRODUCT, "hopeless-labels").verdict is Verdict.AGREE
 

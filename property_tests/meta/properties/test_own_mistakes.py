@@ -160,7 +160,7 @@ def with_mistake(**how: Callable[[Case], bool]) -> Property:
 
 GAP = (
     "property nothing-trained: no problem would have shown a kernel in which one is added to the loss; raise "
-    "--examples, or declare exempt={'nothing-trained': 'why it is not held to it'}"
+    "--examples, or declare exempt={'nothing-trained': 'why the kernel need not keep it'}"
 )
 
 

@@ -144,7 +144,7 @@ def test_a_property_that_a_fresh_process_keeps_is_told_as_that(verify: Verify) -
     assert first.startswith("  property checkpointing: loss, with use_reentrant=True: 2 times the reference")
     assert second == (
         "  property checkpointing: wrong only after other calls in the same process: in a fresh process this problem "
-        "agreed in 20 of 20 calls, as its replay will"
+        "agreed in 20 of 20 calls, and so it will in a replay"
     )
     assert remedy.startswith("  to do: compute and save the same in the second forward")
 
