@@ -14,10 +14,9 @@ from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach
 from lossgate.engine.case_result import CaseResult
-from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.cell import Cell, CellResult, Tried, Verdict, tried_on
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.engine.survivors import Tried, tried_on
 from lossgate.judge.pooling import LARGEST_MDE, Pooled, sigmas
 from lossgate.losses import SPECS
 from lossgate.specs.outputs import LOSS, gradient_output, metric_output

@@ -4,14 +4,14 @@
 from pathlib import Path
 
 from lossgate import Layout
-from lossgate.audit import Audit, audit
+from lossgate.cli.audit import audit_lines
 from lossgate.declaration.loading import load_candidates
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell
+from lossgate.engine.dry_run import Audit, audit
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
-from lossgate.reports.audit_lines import audit_lines
 from lossgate.worlds import SimulatedWorld
 from property_tests.meta.command_line import Lossgate
 

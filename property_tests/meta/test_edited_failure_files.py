@@ -21,7 +21,7 @@ from lossgate import Layout, UsageError
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placement import sample_problems
 from lossgate.declaration.candidate import Candidate
-from lossgate.engine import judge_again, replay
+from lossgate.engine import judge_again
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell
 from lossgate.engine.failure_files import read_failure
@@ -346,13 +346,13 @@ def test_a_problem_of_which_rounding_explains_anything_shows_nothing() -> None:
     cell = Cell(KERNELS[NAMES[0]], Layout(), "float32")
     one = Comparison(output=LOSS, values={SCALE: 0.0}, limits={SCALE: 2.0})
     silent = CaseResult(problem=PROBLEM, comparisons=(one,))
-    assert replay.why_it_shows_nothing(cell, [silent]) == (
+    assert judge_again.why_it_shows_nothing(cell, [silent]) == (
         "rounding explains even a result of zero, so this problem shows nothing"
     )
     telling = CaseResult(problem=PROBLEM, comparisons=(dataclasses.replace(one, limits={SCALE: 0.1}),))
-    assert replay.why_it_shows_nothing(cell, [silent, telling]) == ""
+    assert judge_again.why_it_shows_nothing(cell, [silent, telling]) == ""
     unfit = CaseResult(problem=PROBLEM, fits=False)
-    assert replay.why_it_shows_nothing(cell, [unfit]) == "this problem says nothing about property agreement"
+    assert judge_again.why_it_shows_nothing(cell, [unfit]) == "this problem says nothing about property agreement"
 
 
 def test_a_property_that_does_not_apply_is_one_line(folder: Path, lossgate: Lossgate) -> None:

@@ -9,7 +9,7 @@ from lossgate import Layout, UsageError
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.failure_files import read_failure, write_failure
-from lossgate.engine.replay import replay_failure
+from lossgate.engine.judge_again import replay_failure
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 

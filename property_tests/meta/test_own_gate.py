@@ -13,8 +13,7 @@ import pytest
 
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell_record import CellKey
-from lossgate.engine.cell_selection import Selection
-from lossgate.engine.plan import plan
+from lossgate.engine.plan import Selection, plan
 from lossgate.engine.recorded import key_of
 from lossgate.engine.settings import load_settings
 from lossgate.evidence.gather import gather

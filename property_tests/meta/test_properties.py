@@ -15,8 +15,8 @@ from lossgate.dense_candidates import dense_candidate
 from lossgate.engine import search
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.failure_files import read_failure, write_failure
+from lossgate.engine.judge_again import replay_failure
 from lossgate.engine.plan import plan
-from lossgate.engine.replay import replay_failure
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lossgate import Problem
-from lossgate.engine.replay import listed
+from lossgate.engine.judge_again import listed
 from property_tests.meta.command_line import KERNELS, Done, Lossgate, in_a_process
 from property_tests.meta.evidence_lines import cells_in
 

@@ -35,7 +35,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("adequacy",),
     ("diagnosis",),
     ("engine",),
-    ("audit",),
     ("spec_check",),
     ("evidence",),
     ("gate",),

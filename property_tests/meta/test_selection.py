@@ -12,7 +12,7 @@ from lossgate.base.errors import UsageError
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
-from lossgate.engine.cell_selection import Selection
+from lossgate.engine.plan import Selection
 from lossgate.engine.run import SameFailures
 from lossgate.losses import SPECS
 from lossgate.problems.problem import Problem

@@ -8,12 +8,12 @@ seen, but not enough was seen), 4 a fault of lossgate itself.
 
 from lossgate.cli.app import Exit, app, main
 from lossgate.cli.audit import audit
+from lossgate.cli.check_spec import check
 from lossgate.cli.diff import diff
 from lossgate.cli.gate import gate
-from lossgate.cli.listing import init, list_
-from lossgate.cli.replay import replay
+from lossgate.cli.list_and_init import init, list_
+from lossgate.cli.replay_file import replay
 from lossgate.cli.report import report
-from lossgate.cli.spec import check
 from lossgate.cli.verify import verify
 
 __all__ = ["Exit", "app", "audit", "check", "diff", "gate", "init", "list_", "main", "replay", "report", "verify"]

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from lossgate.base.spelling import counted
 from lossgate.cli.app import Exit, Whole, app, load_for
+
+if TYPE_CHECKING:  # the command line starts without the engine
+    from lossgate.engine.dry_run import Audit
 
 
 @app.command
@@ -46,11 +51,10 @@ def audit(
     load_for(targets)
     from rich.markup import escape
 
-    from lossgate.audit import audit as audited
     from lossgate.base.errors import UsageError
     from lossgate.declaration.loading import load_all_candidates
+    from lossgate.engine.dry_run import audit as audited
     from lossgate.engine.settings import load_settings
-    from lossgate.reports.audit_lines import audit_lines
     from lossgate.reports.console import make_console
     from lossgate.reports.describe import print_detail
 
@@ -66,3 +70,38 @@ def audit(
         for line in audit_lines(found, listed=every):
             print_detail(console, escape(line))
     return Exit.AGREE
+
+
+def audit_lines(found: Audit, *, listed: bool = False) -> Iterator[str]:
+    """Yields lines about the known mistakes of one candidate.
+
+    Args:
+        found: the mistakes that its cells would have seen.
+        listed: whether all mistakes are listed, instead of only those that would have passed.
+    """
+    possible = len(found.seen) + len(found.unseen)
+    share = f" ({len(found.seen) / possible:.1%})" if possible else ""
+    yield (
+        f"{found.candidate.name}: {len(found.seen)} of {possible} known mistakes would have been seen{share}, "
+        f"in {counted(found.cells, 'cell')} with {counted(found.problems, 'problem')}  ({found.seconds:.1f} CPU s)"
+    )
+    if found.unseen:
+        yield "  would have passed:"
+    for one in found.unseen.values():
+        yield f"    {one.sentence}  ({', '.join(map(str, one.layouts))})"
+    if listed:
+        yield from _listed("would have been seen:", found.seen)
+    for what, mistakes in (
+        ("change nothing on these problems", found.unchanged),
+        ("can't be made here: they need other layouts, options or tiles", found.impossible),
+    ):
+        if listed:
+            yield from _listed(f"{what}:", mistakes)
+        elif mistakes:
+            yield f"  {len(mistakes)} more {what}"
+
+
+def _listed(heading: str, mistakes: Mapping[str, str]) -> Iterator[str]:
+    if mistakes:
+        yield f"  {heading}"
+    yield from (f"    {sentence}" for sentence in mistakes.values())

@@ -19,10 +19,10 @@ from lossgate.cli.app import Exit, Number, Whole, app, driven, load, say
 if TYPE_CHECKING:
     from lossgate.declaration.candidate import Candidate
     from lossgate.engine.cell import CellResult
-    from lossgate.engine.cell_selection import Selection
     from lossgate.engine.events import Event
+    from lossgate.engine.matrix import Shard
+    from lossgate.engine.plan import Selection
     from lossgate.engine.settings import Settings
-    from lossgate.engine.shards import Shard
     from lossgate.evidence.writer import EvidenceFile
     from lossgate.reports.terminal import Terminal, Volume
 
@@ -101,9 +101,9 @@ def verify(
         os.environ[FOLDER], os.environ[ANEW] = "", "yes"  # before load: workers inherit the environment
     load()
 
-    from lossgate.engine.cell_selection import Selection
+    from lossgate.engine.matrix import Shard
+    from lossgate.engine.plan import Selection
     from lossgate.engine.settings import load_settings
-    from lossgate.engine.shards import Shard
 
     given = {"layouts": layout, "dtypes": dtype, "sizes": size, "properties": property}
     lists: dict[str, Any] = {name: tuple(values) if values else None for name, values in given.items()}

@@ -17,11 +17,11 @@ from msgspec.structs import replace
 from lossgate.adequacy.entry import Placed
 from lossgate.base.errors import CandidateError
 from lossgate.cases.case import Case
+from lossgate.engine.advice import remedy_of
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.cell_record import PropertyRecord
 from lossgate.engine.own_mistakes import SaidByProblem, choice_behind, gaps_of, may_show, said_by, shown_by, unseen
-from lossgate.engine.precision_advice import remedy_of
 from lossgate.engine.recorded import share_of
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lossgate.engine.cell import Cell, CellResult
+from lossgate.engine.matrix import Shard
 from lossgate.engine.settings import Settings
-from lossgate.engine.shards import Shard
 
 
 @dataclass(frozen=True)

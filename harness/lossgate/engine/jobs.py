@@ -8,11 +8,11 @@ from typing import Any
 from lossgate.base.layout import Layout
 from lossgate.cases.case import Case
 from lossgate.declaration.loading import load_candidate, load_candidates
+from lossgate.engine.advice import with_todo
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.cell_record import CellRecord
 from lossgate.engine.child import News, tell
-from lossgate.engine.precision_advice import with_todo
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.problems.problem import Problem

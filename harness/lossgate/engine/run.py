@@ -16,14 +16,13 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import has_source
 from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.cell_record import Verdict
-from lossgate.engine.cell_selection import Selection
 from lossgate.engine.earlier_failures import examples_of, hold_to_earlier
 from lossgate.engine.events import CellAgrees, CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
-from lossgate.engine.plan import left_out, plan
+from lossgate.engine.matrix import Shard
+from lossgate.engine.plan import Selection, left_out, plan
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.second_look import look_again
 from lossgate.engine.settings import Settings
-from lossgate.engine.shards import Shard
 from lossgate.engine.workers import Done, run_side_by_side
 from lossgate.worlds.base import WorldLost
 

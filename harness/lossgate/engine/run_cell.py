@@ -10,13 +10,13 @@ import torch
 from lossgate.base.errors import UsageError
 from lossgate.cases.case import Case
 from lossgate.cases.large import is_large
+from lossgate.engine.advice import with_todo
 from lossgate.engine.case_result import run_case
 from lossgate.engine.catalogue import Catalogue
 from lossgate.engine.cell import Cell, CellResult, CellRun
 from lossgate.engine.cell_record import Verdict
 from lossgate.engine.diagnose import diagnose
 from lossgate.engine.plan import read_known_failure
-from lossgate.engine.precision_advice import with_todo
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import Judged, conclude, conclude_known, judge

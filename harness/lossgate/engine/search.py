@@ -23,7 +23,7 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.large import is_large
 from lossgate.cases.option_strategies import ForcedOption
 from lossgate.declaration.supports import ANY
-from lossgate.engine.survivors import Tried, tried_on
+from lossgate.engine.cell import Tried, tried_on
 from lossgate.engine.trials import Trials
 from lossgate.problems.problem import Problem
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes evidence of a run, from its events. Git tells whether sources were changed."""
+"""Writes evidence of a run, from its events."""
 
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import cache
-from hashlib import sha256
 from io import FileIO
 from pathlib import Path
 from secrets import token_hex
@@ -25,6 +22,7 @@ from lossgate.engine.failure_files import versions
 from lossgate.engine.recorded import key_of
 from lossgate.evidence.records import EndRecord, Matrix, Record, RunRecord
 from lossgate.evidence.sealed import digest_in, digest_of_cells, matrix_of, seal
+from lossgate.evidence.source_state import digest_of, file_of, git, is_modified
 
 fcntl: ModuleType | None
 try:
@@ -109,8 +107,8 @@ class EvidenceWriter:
             matrix: the whole matrix, of which this run may be a part.
             part: the part of the matrix, such as "3/8"; None for the whole.
         """
-        commit = _git("rev-parse", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no")
+        commit = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no")
         self._add(
             RunRecord(
                 schema=SCHEMA,
@@ -205,46 +203,16 @@ def written(record: CellRecord, run: str, replay: str | None = None) -> CellReco
         run: the name of the run.
         replay: the command that judges its disagreement again, if there is one.
     """
-    file = _file_of(record.source)
+    file = file_of(record.source)
     return msgspec.structs.replace(
         record,
         run=run,
         replay=replay,
         time=_now(),
-        source_digest=None if file is None else _digest(file),
-        source_modified=None if file is None else _is_modified(file),
+        source_digest=None if file is None else digest_of(file),
+        source_modified=None if file is None else is_modified(file),
     )
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _git(*arguments: str, folder: Path | None = None) -> str | None:
-    """Returns the output of git, or None if it fails, as outside a checkout."""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def _file_of(source: str) -> Path | None:
-    """Returns the file that declares a candidate; None if a module does."""
-    location, _, _ = source.rpartition(":")
-    return Path(location).resolve() if location.endswith(".py") else None
-
-
-@cache
-def _digest(file: Path) -> str | None:
-    try:
-        return sha256(file.read_bytes()).hexdigest()
-    except OSError:
-        return None
-
-
-@cache
-def _is_modified(file: Path) -> bool | None:
-    """Returns whether a file differs from its commit or is not in it; None if git can't say."""
-    changed = _git("status", "--porcelain", "--ignored", "--", file.name, folder=file.parent)
-    return None if changed is None else bool(changed)

@@ -9,8 +9,7 @@ from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.cell_record import Verdict
 from lossgate.engine.earlier_failures import examples_of
 from lossgate.engine.events import CellFinished, Event, RunStarted
-from lossgate.engine.failure_files import failure_files_of, read_failure, write_failure
-from lossgate.engine.trust import needs_trust
+from lossgate.engine.failure_files import failure_files_of, needs_trust, read_failure, write_failure
 
 
 class FailureFiles:

@@ -22,7 +22,7 @@ from lossgate.cases.returned import local_shape
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import absolute_source
 from lossgate.engine.failure_files import FailureFile
-from lossgate.engine.replay import candidate_of
+from lossgate.engine.judge_again import candidate_of
 from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.problem import Problem
 from lossgate.reports.reproducer import body

@@ -15,7 +15,7 @@ from lossgate.cli.app import Exit, Number, app, driven, load, say
 
 if TYPE_CHECKING:
     from lossgate.engine.failure_files import FailureFile
-    from lossgate.engine.replay import Replayed
+    from lossgate.engine.judge_again import Replayed
 
 _FOLDER = Path(".lossgate")
 
@@ -147,8 +147,7 @@ class _How:
         return Exit.AGREE
 
     def _read(self, file: Path) -> FailureFile:
-        from lossgate.engine.failure_files import read_failure
-        from lossgate.engine.trust import check_trusted
+        from lossgate.engine.failure_files import check_trusted, read_failure
 
         failure = read_failure(file)
         if not self._trust:
@@ -156,7 +155,7 @@ class _How:
         return failure
 
     def _replay(self, failure: FailureFile) -> Replayed:
-        from lossgate.engine.replay import replay_failure
+        from lossgate.engine.judge_again import replay_failure
 
         return replay_failure(failure, self._candidate, self._world or failure.world, self._timeout)
 
