@@ -17,7 +17,7 @@ differently when they are doubled."""
 
 
 @dataclass(frozen=True)
-class _Times:
+class _MultipliedBy:
     """Calls a kernel with upstream gradients that are multiplied by a factor."""
 
     factor: float
@@ -35,7 +35,7 @@ class _Times:
 )
 def upstream_scaled(case: Case) -> Checked:
     """Gradients are linear in the upstream gradient: -2 times it gives -2 times them."""
-    return Checked(comparisons=case.judged(case.on_ranks(_Times(_FACTOR, divided_by=_FACTOR))))
+    return Checked(comparisons=case.judged(case.on_ranks(_MultipliedBy(_FACTOR, divided_by=_FACTOR))))
 
 
 @property(
@@ -89,7 +89,7 @@ class _Of:
 )
 def upstream_zero(case: Case) -> Checked:
     """An upstream gradient of 0 gives gradients that are exactly 0."""
-    found = case.whole(case.on_ranks(_Times(0.0)))
+    found = case.whole(case.on_ranks(_MultipliedBy(0.0)))
     faults = [
         f"{output}: {int((whole != 0).sum())} of {whole.numel()} entries are not 0"
         for output, whole in found.outputs.items()

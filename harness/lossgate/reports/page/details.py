@@ -16,7 +16,7 @@ from lossgate.engine.cell_record import CellRecord, Failure, PropertyRecord, Wor
 from lossgate.engine.output_record import OutputRecord, PooledRecord
 from lossgate.evidence.records import RunRecord, parse_time
 from lossgate.reports.describe import in_pairs
-from lossgate.reports.page.entries import Entry
+from lossgate.reports.page.entries import PageCell
 
 BINS_PER_DECADE = 4
 """Bins for shares between a number and ten times that number."""
@@ -119,7 +119,7 @@ class Details:
         self.texts, self.problems, self.runs = Kept(), Kept(), Kept()
         self._runs = runs
 
-    def of(self, entry: Entry, older: Sequence[CellRecord]) -> dict[str, Any]:
+    def of(self, entry: PageCell, older: Sequence[CellRecord]) -> dict[str, Any]:
         """Returns the data of a cell, without empty values."""
         shown = self._of_gate(entry)
         if entry.record is not None:
@@ -136,7 +136,7 @@ class Details:
             }
         return {name: value for name, value in shown.items() if value not in (None, "", [], {})}
 
-    def _of_gate(self, entry: Entry) -> dict[str, Any]:
+    def _of_gate(self, entry: PageCell) -> dict[str, Any]:
         cell = entry.gated
         if cell is None:
             return {}

@@ -66,7 +66,7 @@ _STATES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class PageCell:
     """A cell of the page."""
 
     key: CellKey
@@ -136,14 +136,14 @@ class Entry:
         return is_expected and self._verdict == "DISAGREE"
 
 
-def entries_of(page: Page) -> list[Entry]:
+def entries_of(page: Page) -> list[PageCell]:
     """Returns the cells of a page, in the order of their keys."""
     records = {record.key: record for record in page.cells}
     gated = {cell.key: cell for cell in page.gate.cells} if page.gate is not None else {}
-    return [Entry(key=key, record=records.get(key), gated=gated.get(key)) for key in sorted({*records, *gated})]
+    return [PageCell(key=key, record=records.get(key), gated=gated.get(key)) for key in sorted({*records, *gated})]
 
 
-def count_states(entries: Sequence[Entry]) -> list[tuple[State, int]]:
+def count_states(entries: Sequence[PageCell]) -> list[tuple[State, int]]:
     """Returns how many cells are in each state, the worst state first."""
     counts = Counter(entry.state for entry in entries)
     return [(state, counts[state]) for state in State if counts[state]]
@@ -172,19 +172,19 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matrix:
+class CellTable:
     """All cells of a page."""
 
     layouts: Sequence[str]
     groups: Sequence[Group]
 
 
-def matrix_of(entries: Sequence[Entry]) -> Matrix:
+def matrix_of(entries: Sequence[PageCell]) -> CellTable:
     """Returns the matrix of entries. The entries must be in the order of their keys."""
     layouts = sorted({entry.key.layout for entry in entries}, key=_by_size)
     column = {layout: number for number, layout in enumerate(layouts)}
     groups = groupby(enumerate(entries), key=lambda numbered: numbered[1].key.candidate)
-    return Matrix(layouts=layouts, groups=[_group(name, list(cells), column) for name, cells in groups])
+    return CellTable(layouts=layouts, groups=[_group(name, list(cells), column) for name, cells in groups])
 
 
 def _by_size(layout: str) -> tuple[int, int, str]:
@@ -193,12 +193,12 @@ def _by_size(layout: str) -> tuple[int, int, str]:
     return prod(sizes), len(sizes), layout
 
 
-def _group(candidate: str, cells: Sequence[tuple[int, Entry]], column: Mapping[str, int]) -> Group:
+def _group(candidate: str, cells: Sequence[tuple[int, PageCell]], column: Mapping[str, int]) -> Group:
     abouts = dict.fromkeys(entry.spec for _, entry in cells if entry.spec)
     return Group(candidate=candidate, about="; ".join(abouts), rows=list(_rows(cells, column)))
 
 
-def _rows(cells: Iterable[tuple[int, Entry]], column: Mapping[str, int]) -> Iterator[Row]:
+def _rows(cells: Iterable[tuple[int, PageCell]], column: Mapping[str, int]) -> Iterator[Row]:
     rows: dict[tuple[str, str, str], list[int | None]] = {}
     for number, entry in cells:
         key = entry.key

@@ -9,7 +9,7 @@ from lossgate.engine.cell_record import CellKey
 from lossgate.evidence.records import RunRecord
 from lossgate.gate.gate_verdict import Blocker, GateCode, GateReason, GateVerdict
 from lossgate.reports.evidence_table import listed
-from lossgate.reports.page.entries import Entry, Page, State
+from lossgate.reports.page.entries import Page, PageCell, State
 from lossgate.reports.shown_verdict import NOTHING, percent
 
 UNKNOWN = "\N{EN DASH}"
@@ -24,7 +24,7 @@ class Headline(NamedTuple):
     good: bool
 
 
-class Problem(NamedTuple):
+class PageProblem(NamedTuple):
     """A reason that keeps the gate closed, or a cell of a report that does not agree."""
 
     kind: str
@@ -34,7 +34,7 @@ class Problem(NamedTuple):
     """The number of the entry of the cell; None if the reason is about no single cell."""
 
 
-def detects(entry: Entry) -> str:
+def detects(entry: PageCell) -> str:
     """Returns the minimum detectable effect of a cell in words."""
     if not entry.has_verdict:
         return "missing"
@@ -51,7 +51,7 @@ def _plain_exponent(number: str) -> str:
     return f"{digits}e{int(exponent)}" if e else digits
 
 
-def headline(gate: GateVerdict | None, entries: Sequence[Entry]) -> Headline:
+def headline(gate: GateVerdict | None, entries: Sequence[PageCell]) -> Headline:
     """Returns the verdict of a gate, or without a gate, the verdict on all cells together."""
     return _of_report(entries) if gate is None else _of_gate(gate)
 
@@ -74,7 +74,7 @@ def _of_gate(gate: GateVerdict) -> Headline:
     return Headline("The gate is closed.", f"{why}.", good=False)
 
 
-def _of_report(entries: Sequence[Entry]) -> Headline:
+def _of_report(entries: Sequence[PageCell]) -> Headline:
     wrong = sum(entry.state is State.DISAGREES for entry in entries)
     unsure = sum(entry.state is State.INCONCLUSIVE for entry in entries)
     if not entries:
@@ -96,25 +96,25 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
-def _share(number: int, entries: Sequence[Entry]) -> str:
+def _share(number: int, entries: Sequence[PageCell]) -> str:
     return f"{number:,} of {_count(len(entries), 'cell')}"
 
 
-def problems_of(gate: GateVerdict | None, entries: Sequence[Entry]) -> list[Problem]:
+def problems_of(gate: GateVerdict | None, entries: Sequence[PageCell]) -> list[PageProblem]:
     """Returns the reasons that keep the gate closed, or without a gate, the cells to look at."""
     numbers = {entry.key: number for number, entry in enumerate(entries)}
     if gate is not None:
         return [_blocking(blocker, numbers) for blocker in gate.blockers]
     return [
-        Problem(entry.state, entry.reasons[0] if entry.reasons else "", "", number)
+        PageProblem(entry.state, entry.reasons[0] if entry.reasons else "", "", number)
         for number, entry in enumerate(entries)
         if entry.needs_attention
     ]
 
 
-def _blocking(blocker: Blocker, numbers: dict[CellKey, int]) -> Problem:
+def _blocking(blocker: Blocker, numbers: dict[CellKey, int]) -> PageProblem:
     cell = None if blocker.cell is None else numbers.get(blocker.cell)
-    return Problem(blocker.reason, blocker.sentence, blocker.where, cell)
+    return PageProblem(blocker.reason, blocker.sentence, blocker.where, cell)
 
 
 _VERSIONS = ("lossgate", "torch", "python")
@@ -127,13 +127,13 @@ class Fact(NamedTuple):
     value: str
 
 
-def origin_of(page: Page, entries: Sequence[Entry]) -> list[Fact]:
+def origin_of(page: Page, entries: Sequence[PageCell]) -> list[Fact]:
     """Returns the facts in the line at the top of the page. They leave out earlier runs."""
     runs = _current_runs(page, entries)
     return [*_commit(page, runs), *_policy(page), *_versions(page, runs), *_date(entries)]
 
 
-def _current_runs(page: Page, entries: Sequence[Entry]) -> list[RunRecord]:
+def _current_runs(page: Page, entries: Sequence[PageCell]) -> list[RunRecord]:
     named = {entry.source.run for entry in entries if entry.source is not None}
     return [run for run in page.runs if run.run in named]
 
@@ -164,7 +164,7 @@ def _versions(page: Page, runs: Sequence[RunRecord]) -> Iterator[Fact]:
             yield Fact(name, listed(found))
 
 
-def _date(entries: Sequence[Entry]) -> Iterator[Fact]:
+def _date(entries: Sequence[PageCell]) -> Iterator[Fact]:
     days = sorted({entry.source.time[:10] for entry in entries if entry.source is not None})
     if days:
         yield Fact("evidence of", days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}")

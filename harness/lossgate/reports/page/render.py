@@ -17,7 +17,7 @@ import msgspec
 
 from lossgate.base.errors import UsageError
 from lossgate.reports.page.details import Details, Kept
-from lossgate.reports.page.entries import PLURALS, SYMBOLS, Entry, Page, count_states, entries_of, matrix_of
+from lossgate.reports.page.entries import PLURALS, SYMBOLS, Page, PageCell, count_states, entries_of, matrix_of
 from lossgate.reports.page.headline import UNKNOWN, detects, headline, origin_of, problems_of
 from lossgate.reports.shown_verdict import NOTHING
 
@@ -81,7 +81,7 @@ def _context(page: Page, library: str) -> dict[str, Any]:
     }
 
 
-def _explained(entries: Sequence[Entry]) -> dict[str, str]:
+def _explained(entries: Sequence[PageCell]) -> dict[str, str]:
     """Returns the words that cells show in place of an effect, with their meanings."""
     meanings = {
         NOTHING: "even an error of 100% in the scale of an output could have stayed hidden",
@@ -91,7 +91,7 @@ def _explained(entries: Sequence[Entry]) -> dict[str, str]:
     return {sign: meaning for sign, meaning in meanings.items() if sign in shown}
 
 
-def _index(entries: Sequence[Entry], gate: bool) -> dict[str, Any]:
+def _index(entries: Sequence[PageCell], gate: bool) -> dict[str, Any]:
     """Returns the data that scripts read at once: columns of numbers of texts, and the texts."""
     texts = Kept()
     columns = {
@@ -108,7 +108,7 @@ def _index(entries: Sequence[Entry], gate: bool) -> dict[str, Any]:
     return {"gate": gate, "cells": cells, "attention": attention, "texts": texts.values}
 
 
-def _details(page: Page, entries: Sequence[Entry]) -> dict[str, Any]:
+def _details(page: Page, entries: Sequence[PageCell]) -> dict[str, Any]:
     """Returns the data that scripts read when the first cell is opened."""
     details = Details({run.run: run for run in page.runs})
     cells = [details.of(entry, page.history.get(entry.key, ())) for entry in entries]
