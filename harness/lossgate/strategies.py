@@ -318,5 +318,7 @@ def _check_positive(caller: str, **given: Any) -> None:
 def _checked_lengths(caller: str, lengths: Sequence[int]) -> tuple[int, ...]:
     own = tuple(lengths) if isinstance(lengths, Iterable) else ()  # pyright: ignore[reportUnnecessaryIsInstance]
     if not all(isinstance(n, int) and n >= 0 for n in own) or sum(own) < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(f"{caller}(lengths={lengths!r}): expected the tokens of each sequence, at least one in all")
+        raise UsageError(
+            f"{caller}(lengths={lengths!r}): expected the number of tokens of each sequence, one or more in total"
+        )
     return own

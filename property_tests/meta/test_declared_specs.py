@@ -501,7 +501,7 @@ RESULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no terms": ({"reference": lambda v, b, o: Terms(terms={})}, "Terms(terms={}): expected at least one term"),
     "normaliser": (
         {"reference": lambda v, b, o: Terms(terms={"t": Term(values=v.logprobs, over="n")}, normalisers={"m": 1})},  # pyright: ignore[reportArgumentType]
-        "term 't' is over 'n', which is no normaliser; there are: 'm'",
+        "term 't' has over='n', which normalisers= does not name; it names 'm'",
     ),
     "no term": (
         {"reference": lambda v, b, o: Terms(terms={"t": v.logprobs})},

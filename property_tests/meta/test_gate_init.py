@@ -18,8 +18,8 @@ from lossgate.evidence.reader import Where
 from lossgate.evidence.records import RunRecord
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.init_policy import boxes, first_policy
-from lossgate.gate.patterns import KnownCells, literal
 from lossgate.gate.policy import Policy, load_policy
+from lossgate.gate.policy_patterns import KnownCells, literal
 from lossgate.gate.rules import EvidenceRules, Rule
 
 KNOWN = KnownFailureRecord(name="Rounds twice", example="e" * 64, expected=True)

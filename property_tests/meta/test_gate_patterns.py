@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import astuple
 
 from lossgate.engine.cell_record import CellKey
-from lossgate.gate.patterns import Demand, KnownCells, escape, fits, literal
+from lossgate.gate.policy_patterns import Demand, KnownCells, escape, fits, literal
 from lossgate.gate.rules import Rule
 
 

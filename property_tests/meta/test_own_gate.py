@@ -19,8 +19,8 @@ from lossgate.engine.settings import load_settings
 from lossgate.evidence.gather import gather
 from lossgate.gate.decide import decide
 from lossgate.gate.gate_verdict import GateReason, GateVerdict
-from lossgate.gate.patterns import KnownCells
 from lossgate.gate.policy import Policy, load_policy
+from lossgate.gate.policy_patterns import KnownCells
 from property_tests.meta.made_evidence import cell, whole_run, write
 
 ROOT = Path(__file__).parents[2]

@@ -35,7 +35,7 @@ def test_vocabulary_splits(vocab: int, tp: int, how: str, shards: list[tuple[int
 def test_more_ranks_than_rows() -> None:
     with pytest.raises(
         UsageError,
-        match="layout larger than the problem: a vocabulary of 3 has no row for each of tp=4 ranks; use tp <= 3",
+        match="layout larger than the problem: a vocabulary of 3 has too few rows for tp=4 ranks; use tp <= 3",
     ):
         split_vocab(3, 4, "balanced")
     with pytest.raises(UsageError, match="a vocabulary of 5 does not split evenly over tp=2"):

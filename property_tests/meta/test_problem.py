@@ -164,7 +164,7 @@ def test_local_fields() -> None:
         ({"dtype": "bfloat16", "rounded_to": "bfloat16"}, "coarser than bfloat16: there is none"),
         (
             {"vocab": 3, "layout": Layout(tp=4)},
-            "layout larger than the problem: a vocabulary of 3 has no row for each of tp=4 ranks",
+            "layout larger than the problem: a vocabulary of 3 has too few rows for tp=4 ranks",
         ),
     ],
 )

@@ -338,8 +338,8 @@ def test_kernels_of_a_spec_that_was_made_twice_are_not_compared() -> None:
     with pytest.raises(UsageError) as error:
         lossgate.compare(after["detached"], before["right"])
     assert str(error.value) == (
-        "compare: 'detached' and 'right' have different specs with the same name 'focal'; declare both kernels after "
-        "the spec, or rename one of the specs"
+        "compare: 'detached' and 'right' have two different specs, both named 'focal'; make the spec once and declare "
+        "both kernels with it, or rename one of the specs"
     )
 
 

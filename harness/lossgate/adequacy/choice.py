@@ -96,7 +96,7 @@ def choice_on(
 
 
 def declared(candidate: Candidate, dtype: str) -> str:
-    """Names what hangs on a candidate's declaration beside the deck."""
+    """Returns, as text, what a choice depends on in a declaration and the deck does not."""
     given = candidate.precision[dtype], candidate.contract, candidate.tokens, splits_of(candidate)
     return " ".join(map(str, given))
 

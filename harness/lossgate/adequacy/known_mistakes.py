@@ -265,7 +265,7 @@ def _differs(other: Tensor, output: Output, oracle: Oracle) -> bool:
 
 
 def _compared(other: Tensor, output: Output, oracle: Oracle) -> tuple[Tensor, Tensor]:
-    """Returns what is compared of an output, and of the reference."""
+    """Returns the entries of an output that are compared, and the same entries of the reference."""
     compared, reference = oracle.compared(output), oracle.reference[output]
     return (other, reference) if compared is None else (other[compared], reference[compared])
 

@@ -31,20 +31,20 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:half]}...{text[-half:]}"
 
 
-def nearest(name: object, known: Iterable[str], known_as: str = "") -> str:
+def nearest(name: object, known: Iterable[str], instead: str = "") -> str:
     """Returns the end of a message: the nearest known name, if one is near, and all known names.
 
     Args:
         name: the unknown name that was given.
         known: the known names.
-        known_as: a hint that replaces the nearest name, if the given one is no slip, but the name
-            of something else.
+        instead: a hint in place of the nearest name. Give it if the name is not misspelt, but is
+            the name of something else.
     """
     choices = list(known)
     given = name if isinstance(name, str) else shown(name)
     close = [one for one in get_close_matches(given, choices, n=1) if not _is_of_other_number(given, one)]
     expected = f"expected one of {', '.join(choices)}" if choices else "there are none"
-    hint = known_as or (f"did you mean {close[0]!r}?" if close else "")
+    hint = instead or (f"did you mean {close[0]!r}?" if close else "")
     return f"{hint} ({expected})" if hint else expected
 
 

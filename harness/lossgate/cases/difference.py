@@ -109,8 +109,8 @@ def _subtract(one: Tensor, other: Tensor) -> tuple[Tensor, tuple[str, ...]]:
     """Subtracts two results.
 
     Returns:
-        The difference, and faults. Where both are the same infinity, or both NaN, the difference is
-        0. Other entries that are not finite in both are a fault.
+        The difference, and faults. The difference is 0 where both are the same infinity, or both
+        NaN. It is 0, too, where they are unlike and at least one is not finite; that is a fault.
     """
     same = (one == other) | (one.isnan() & other.isnan())
     lost = ~same & ~(one.isfinite() & other.isfinite())

@@ -14,14 +14,14 @@ from lossgate.counterfactuals.families.logit_stages import filters, softcaps, te
 from lossgate.counterfactuals.families.loss_terms import weighted_terms
 from lossgate.counterfactuals.families.metric_pools import metrics
 from lossgate.counterfactuals.families.microbatches import microbatches
-from lossgate.counterfactuals.families.option_choices import options
+from lossgate.counterfactuals.families.option_values import options
 from lossgate.counterfactuals.families.rank_shares import ranks
 from lossgate.counterfactuals.families.sequence_pairs import pairs
 from lossgate.counterfactuals.families.sequence_sums import sequence_sums
+from lossgate.counterfactuals.families.shift_and_split import labels, moves
 from lossgate.counterfactuals.families.softmax import entropies, softmaxes
 from lossgate.counterfactuals.families.tensor_parallel import tensor_parallel
 from lossgate.counterfactuals.families.token_masks import masks, pieces
-from lossgate.counterfactuals.families.token_shifts import labels, moves
 from lossgate.counterfactuals.families.vocabulary import vocabulary
 from lossgate.specs.spec import Spec
 

@@ -139,7 +139,7 @@ def _in_each_sequence(setting: Setting, mask: Tensor, find: Callable[[Tensor], T
 
 
 def _begun(own: Tensor) -> Tensor:
-    """Returns whether an entry or one before it is true."""
+    """Returns, for each entry, whether it or an entry before it is true."""
     return own.cumsum(0) > 0
 
 

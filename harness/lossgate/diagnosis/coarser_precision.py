@@ -143,8 +143,9 @@ def in_several_stages(candidate: Candidate, dtype: str) -> Iterator[Coarser]:
 
 
 def as_coarse_as_usual(candidate: Candidate, dtype: str) -> Coarser | None:
-    """Returns the change to the precision that torch has by default in a loop over tokens: products
-    and running sums are rounded. None if the candidate declares that already.
+    """Returns the change after which a declaration says what torch does by default in a loop over
+    tokens: it rounds products and running sums. None if the declaration says so already, and for
+    float32.
     """
     if dtype == "float32":
         return None

@@ -235,9 +235,11 @@ def _number(observed: Observed, *, divided: bool) -> int | None:
         got, reference = observed.got[output], observed.case.oracle.reference[output]
         if not bool(reference.isfinite().all() & got.isfinite().all()):
             return None
-        smaller = (got if divided else reference).flatten().double()
-        product, size = float(reference.flatten().double() @ got.flatten().double()), float(smaller @ smaller)
-        number = round(product / size) if size else 0
+        smaller, larger = (got, reference) if divided else (reference, got)
+        smaller, larger = smaller.flatten().double(), larger.flatten().double()
+        squares = float(smaller @ smaller)
+        # The number that brings `smaller` nearest to `larger`, by least squares.
+        number = round(float(smaller @ larger) / squares) if squares else 0
         if not 2 <= number <= _MOST_PARTS:
             return None
         dtype = observed.case.result.dtypes.get(output, got.dtype)

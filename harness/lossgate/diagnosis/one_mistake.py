@@ -34,15 +34,16 @@ def explaining(seen: Sequence[Observed], mistakes: Iterable[Counterfactual]) -> 
     for one in mistakes:
         if not all(_explains(one, observed) for observed in plainest_first):
             continue
-        always = all(observed.fits(one, scope) for observed in seen if not observed.wrong)
-        whole = all(observed.fits(one, observed.got) for observed in failing)
-        spoilt, alone = 0, ""
-        if not whole and not one.of_any_output:
+        wrong_elsewhere = any(not observed.fits(one, scope) for observed in seen if not observed.wrong)
+        fits_all_outputs = all(observed.fits(one, observed.got) for observed in failing)
+        changed_too_much, in_words = 0, ""
+        if not fits_all_outputs and not one.of_any_output:
             if is_metric_alone:
                 continue  # one number per problem fits too easily, so the rest must be explained as well
             changed = frozenset[Output]().union(*(observed.changes(one) for observed in failing))
-            spoilt, alone = len(changed - scope), f", in {words_of_several(scope)} alone"
-        found.append(explanation(one, failing, left=(not always, not whole, spoilt), scope=alone))
+            changed_too_much, in_words = len(changed - scope), f", in {words_of_several(scope)} alone"
+        unexplained = wrong_elsewhere, not fits_all_outputs, changed_too_much
+        found.append(explanation(one, failing, left=unexplained, scope=in_words))
     return sorted(found, key=lambda each: each.left)
 
 

@@ -198,10 +198,11 @@ class Child:
             self._process.kill()
 
     def result(self) -> Any:
-        """Waits for a job. Returns its result, or ``News`` while it runs. Raises its exception.
+        """Waits for the next message: ``News`` while the job runs, or the job's result. Raises the
+        exception of the job, if it raised one.
 
         Raises:
-            ChildDied: if the process ended instead.
+            ChildDied: if the process ended before it sent a message.
         """
         try:
             answer, self.threads_left = self.connection.recv()

@@ -138,7 +138,7 @@ def _check_fields(values: Any) -> None:
         _check_known(example, FrozenCase)
     for line in values.get("causes", ()):
         if not line.isprintable():
-            raise UsageError(f"causes: {shown(line)}; expected characters that can be printed in a line")
+            raise UsageError(f"field causes has the line {shown(line)}; expected printable characters only")
     for problem in (*values.get("earlier", ()), *(example["problem"] for example in values["examples"])):
         Problem.from_builtins(problem)
 

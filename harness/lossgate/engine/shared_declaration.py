@@ -62,8 +62,8 @@ def _check_same_task(a: Candidate, b: Candidate) -> None:
         )
     if a.spec is not b.spec:  # in a notebook, one of two cells may have been run again
         raise UsageError(
-            f"compare: {a.name!r} and {b.name!r} have different specs with the same name {a.spec.name!r}; "
-            "declare both kernels after the spec, or rename one of the specs"
+            f"compare: {a.name!r} and {b.name!r} have two different specs, both named {a.spec.name!r}; make the spec "
+            "once and declare both kernels with it, or rename one of the specs"
         )
 
 

@@ -76,7 +76,7 @@ class CellJudge:
                 )
         for one, other in pairwise(results):
             if what := _difference(one, other):
-                message = f"{one.where} has another result of it: {what} differs. Verify again, into a new file"
+                message = f"this cell has another result in {one.where}: the two differ in {what}. Verify again, into a new file"
                 yield _of(other, GateReason.CONTRADICTORY, message)
 
     def _verdict(self, summary: CellSummary, known: KnownFailureRule | None) -> Iterator[Blocker]:
@@ -117,7 +117,7 @@ class CellJudge:
             return _of(
                 summary,
                 GateReason.KNOWN_FAILURE,
-                f"known failure {name} is gone; remove it from the candidate, and verify again",
+                f"the candidate declares the known failure {name}, which is gone; remove it there, and verify again",
             )
         message = (
             f"it disagrees, and the policy has no [[known_failure]] for {name}; mend the kernel, or add one with its "
@@ -144,7 +144,9 @@ class CellJudge:
 
 
 def _changed(summary: CellSummary, rule: KnownFailureRule, example: FrozenExample) -> str | None:
-    """Returns how a disagreement differs from the known failure, or None if it does not."""
+    """Returns how this disagreement differs from the known failure, as the rest of a sentence about
+    the known failure. None if it does not differ.
+    """
     if (declared := summary.known_failure) is not None:
         if declared.name != rule.name:
             return f"does not excuse {declared.name}, which the candidate declares"

@@ -11,8 +11,8 @@ from lossgate.evidence.reader import Digested
 from lossgate.gate.cells import CellJudge, Need
 from lossgate.gate.gate_verdict import Blocker, GateReason, GateVerdict
 from lossgate.gate.kept_properties import check_property_names
-from lossgate.gate.patterns import Demand, KnownCells
 from lossgate.gate.policy import Policy
+from lossgate.gate.policy_patterns import Demand, KnownCells
 from lossgate.gate.runs import Run, all_committed, different_code, incomplete, runs_of, wrong_matrix, wrong_time
 
 

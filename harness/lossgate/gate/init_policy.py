@@ -14,7 +14,7 @@ from lossgate.engine.cell_record import CellKey, KnownFailureRecord
 from lossgate.evidence.records import RunRecord
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.gate_verdict import Committed
-from lossgate.gate.patterns import escape
+from lossgate.gate.policy_patterns import escape
 from lossgate.gate.rules import EvidenceRules
 from lossgate.gate.runs import all_committed
 from lossgate.judge.pooling import LARGEST_MDE

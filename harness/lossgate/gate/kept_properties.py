@@ -125,7 +125,7 @@ class NotHeld:
                 f"its run checked only the properties {named}. Verify with --property {name} in addition, or name none "
                 "(--property, or properties in pyproject.toml)"
             )
-        asked = self._asked[cell.key.candidate]
+        asked = self._held_to[cell.key.candidate]
         applies = any(name in properties for properties in asked)
         if _is_large(cell.key, settings) and (applies or not asked):
             return _of_large(settings)
@@ -143,13 +143,15 @@ class NotHeld:
         return {} if run is None else run.settings
 
     @cached_property
-    def _asked(self) -> Mapping[str, list[tuple[str, ...]]]:
-        """For each candidate, the properties of its cells that agree and were held to all."""
+    def _held_to(self) -> Mapping[str, list[tuple[str, ...]]]:
+        """For each candidate, the properties that each of its cells was held to. Only cells count
+        that agree, that are not large, and whose run asked for all properties.
+        """
         found: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)
         for key, cell in self.evidence.newest.items():
             settings = self._settings(cell)
-            names_none = "property_ranks" in settings and not settings.get("properties")
-            if names_none and cell.verdict == "AGREE" and not _is_large(key, settings):
+            asks_for_all = "property_ranks" in settings and not settings.get("properties")
+            if asks_for_all and cell.verdict == "AGREE" and not _is_large(key, settings):
                 found[key.candidate].append(cell.held_to)
         return found
 

@@ -17,7 +17,7 @@ from lossgate.base.errors import UsageError
 from lossgate.base.layout import Layout
 from lossgate.engine.cell_record import CellKey
 from lossgate.engine.toml_tables import Expected
-from lossgate.gate.patterns import Demand, KnownCells, Patterns, any_fits, demands, literal
+from lossgate.gate.policy_patterns import Demand, KnownCells, Patterns, any_fits, demands, literal
 from lossgate.judge.pooling import LARGEST_MDE
 
 _MOST_PROBLEMS = 1_000_000

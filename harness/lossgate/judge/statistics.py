@@ -100,12 +100,11 @@ def statistics(
 
 
 def alike_in_blocks(stack: Stack, reference: Tensor, precision: Stack, blocks: Sequence[Blocks]) -> dict[str, Tensor]:
-    """Returns the largest ``<d, R / s^2>`` of each block if rounding changes the block alike,
-    ``[blocks]``, by the name of the cut.
+    """Returns the allowance for rounding that changes all entries of a block alike: the largest
+    absolute value of ``<d, R / s^2>`` over changes d, ``[blocks]``, by the name of the cut.
 
     Args:
-        stack: changes of each entry by rounding alike, ``[n, *shape]``. Each of the n is a change
-            that may happen to all entries of a block at once.
+        stack: ``[n, *shape]``: n possible changes, each to all entries of a block at once.
         reference: ``[*shape]``.
         precision: 1 / s^2, ``[1, *shape]``.
         blocks: the ways to cut the output into blocks.

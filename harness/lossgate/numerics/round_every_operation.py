@@ -238,7 +238,7 @@ class RoundNumbers(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name, kwargs = _takes_numbers(func), dict(kwargs or {})
+        name, kwargs = _rounded_name(func), dict(kwargs or {})
         if not name or "out" in kwargs or not any(map(_is_rounded, (*args, *kwargs.values()))):
             return func(*args, **kwargs)
         if "input" in kwargs:
@@ -276,9 +276,9 @@ class RoundNumbers(TorchFunctionMode):
 
 
 @cache
-def _takes_numbers(func: Callable[..., Any]) -> str:
-    """Returns the name of a function whose numbers are rounded, without underscores. Empty for all
-    other functions, and for functions that work in place.
+def _rounded_name(func: Callable[..., Any]) -> str:
+    """Returns the plain name of a torch function, such as "radd" for ``__radd__``, if the numbers
+    that it is given are rounded. Empty for other functions, and for functions that work in place.
     """
     name = getattr(func, "__name__", "")
     if name.endswith("_") and not name.startswith("_"):

@@ -118,8 +118,8 @@ def is_view(operation: Any) -> bool:
 
 
 def _twins(operation: Any) -> list[Any]:
-    """Returns the overloads of the plain operation for one in place or with a copy: those of
-    ``squeeze`` for ``squeeze_`` and ``squeeze_copy``. There are none for other operations.
+    """Returns the overloads of the plain version of an operation: those of ``squeeze`` for
+    ``squeeze_`` and ``squeeze_copy``. Empty for an operation that has no such version.
     """
     own = operation._schema.name.removeprefix("aten::")
     name = own.rstrip("_").removesuffix("_copy")

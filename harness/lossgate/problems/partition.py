@@ -60,7 +60,7 @@ def split_vocab(vocab: int, tp: int, how: VocabSplit) -> list[VocabShard]:
     if how in ("balanced", "even"):
         if vocab < tp:
             raise UsageError(
-                f"layout larger than the problem: a vocabulary of {vocab} has no row for each of tp={tp} ranks; "
+                f"layout larger than the problem: a vocabulary of {vocab} has too few rows for tp={tp} ranks; "
                 f"use tp <= {vocab}"
             )
         rows, extra = divmod(vocab, tp)

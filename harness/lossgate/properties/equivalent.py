@@ -35,13 +35,14 @@ _COMMON: Mapping[str, Dims] = dict.fromkeys(("input_ids", "labels", "mask", "seq
 )
 def sequence_order(case: Case) -> Checked:
     """Sequences in the opposite order give the same results."""
-    sequences, problem = _turned(case.problem)
-    order = {"token": _tokens_of(case.problem, sequences), "sequence": torch.tensor(sequences)}
+    old_numbers, turned = _turned(case.problem)
+    order = {"token": _tokens_of(case.problem, old_numbers), "sequence": torch.tensor(old_numbers)}
     batch = _reordered(case.bound.batch, case.candidate, order)
-    number = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(problem.lengths))
-    batch = replace(batch, partition=problem.unsharded.partition, fields={**batch.fields, "sequence": number})
-    result = case.whole(case.on_ranks(batch=lay_out(batch, problem)), problem.partition)
-    return Checked(comparisons=_judged(case, result, order, problem, batch))
+    # Tokens still have the old numbers of their sequences. Ranks get new ones, from 0 on.
+    new_numbers = torch.arange(len(old_numbers)).repeat_interleave(torch.tensor(turned.lengths))
+    batch = replace(batch, partition=turned.unsharded.partition, fields={**batch.fields, "sequence": new_numbers})
+    result = case.whole(case.on_ranks(batch=lay_out(batch, turned)), turned.partition)
+    return Checked(comparisons=_judged(case, result, order, turned, batch))
 
 
 def _turned(problem: Problem) -> tuple[list[int], Problem]:

@@ -36,8 +36,8 @@ _WIDTH = 93
 def inputs_stub() -> Iterator[str]:
     """Yields the lines of ``lossgate/inputs.pyi``.
 
-    The fields of heads and of every batch are in classes of their own, from which the other classes
-    inherit. Authors of specs use them, too.
+    The fields of each head, and the fields that all batches share, are in classes of their own. The
+    other classes inherit from these, and authors of specs use these, too.
     """
     yield _WRITTEN.format("What a kernel is given on each rank: a class for each spec and head.")
     yield "from torch import Tensor"

@@ -129,7 +129,8 @@ def _invalid_choices(spec: Spec) -> Iterator[Finding]:
 
 
 def _without_effect(subject: Subject, never: Collection[str]) -> Iterator[Finding]:
-    """Yields a finding for each pair of choices that no problem tells apart.
+    """Yields a finding for each pair of choices that no problem tells apart. An option of which
+    that holds for every pair gets a single finding.
 
     Args:
         subject: the spec and problems.
@@ -144,7 +145,8 @@ def _without_effect(subject: Subject, never: Collection[str]) -> Iterator[Findin
     for option in subject.spec.options:
         own = [pair for pair in pairs if pair[0] == option.name]
         alike = [pair for pair in own if pairs[pair] and not _differ(subject, *pair)]
-        if own and alike == own:
+        has_no_effect = bool(own) and alike == own
+        if has_no_effect:
             seen = f"option {option.name!r} changes nothing"
             yield Finding(seen, f"use options.{option.name}, or drop it: kernels could ignore it")
             continue

@@ -70,7 +70,9 @@ class Terms:
             raise UsageError(f"term {name!r} has values={term.values!r}; expected a tensor")
         if term.over is not None and term.over not in self.normalisers:
             known = ", ".join(map(repr, self.normalisers)) or "none"
-            raise UsageError(f"term {name!r} is over {term.over!r}, which is no normaliser; there are: {known}")
+            raise UsageError(
+                f"term {name!r} has over={term.over!r}, which normalisers= does not name; it names {known}"
+            )
 
     @property
     def loss(self) -> Tensor:

@@ -213,7 +213,9 @@ def _set_cudnn_tf32(allow: bool | None) -> None:
 
 
 def _reduced(name: str, get: Callable[[], tuple[bool, bool]], set_: Callable[[bool, bool], object]) -> _Setting:
-    """Returns a setting of two flags. Torch returns a tuple of them, and takes two arguments."""
+    """Returns a setting of two flags. Torch's getter returns a tuple, and its setter takes two
+    arguments.
+    """
     return _Setting(name, get, lambda values: set_(*values))
 
 

@@ -130,7 +130,7 @@ def test_two_runs_with_other_numbers_close_the_gate(gate: Gate) -> None:
     later = [cell(time="2026-11-20T13:00:00+00:00", outputs=(other,))]
     kind, message = only(gate.decide(whole_run(CELLS), whole_run(later, run="run-2")))
     assert kind is GateReason.CONTRADICTORY
-    assert message.endswith("0.jsonl:2 has another result of it: a number differs. Verify again, into a new file")
+    assert message.endswith("0.jsonl:2: the two differ in a number. Verify again, into a new file")
 
 
 def test_another_verdict_of_the_same_cell_closes_the_gate(gate: Gate) -> None:

@@ -107,7 +107,7 @@ def test_a_known_failure_that_the_policy_does_not_have_closes_the_gate(gate: Gat
     kind, message = only(gate.decide(whole_run([cell(), gone])))
     assert (kind, message) == (
         GateReason.KNOWN_FAILURE,
-        "known failure nll-1 is gone; remove it from the candidate, and verify again",
+        "the candidate declares the known failure nll-1, which is gone; remove it there, and verify again",
     )
 
 

@@ -48,11 +48,15 @@ def counts(spec: Spec, head: str) -> Iterator[Counterfactual]:
 
 
 def _by_held(name: str, padding: bool, setting: Setting) -> list[tuple[float, Fields]]:
+    """Returns the weight and the fields of each rank's part, with a count replaced by the number of
+    tokens that the rank holds.
+    """
     counts = setting.held_by_ranks if padding else [len(tokens) for tokens in setting.token_shards]
-    like, found = setting.fields[name], list[tuple[float, Fields]]()
-    for (weight, own), count in zip(rank_by_rank(setting, ("dp", "cp"), ()), counts, strict=True):
-        found.append((weight, {**own, name: torch.tensor(count).to(like)}))
-    return found
+    parts, right = rank_by_rank(setting, ("dp", "cp"), ()), setting.fields[name]
+    return [
+        (weight, {**fields, name: torch.tensor(count).to(right)})
+        for (weight, fields), count in zip(parts, counts, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

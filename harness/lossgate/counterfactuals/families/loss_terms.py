@@ -18,7 +18,7 @@ from lossgate.base.layout import AXES, Axis
 from lossgate.counterfactuals.batch_parts import all_true, bools, counts_of, edges, masks_of, reads_count, where_rows
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
 from lossgate.counterfactuals.families.factors import Number, fixed, in_words, numbers
-from lossgate.counterfactuals.families.option_choices import with_values
+from lossgate.counterfactuals.families.option_values import with_values
 from lossgate.counterfactuals.families.sequence_pairs import with_sequences_in
 from lossgate.counterfactuals.seams import Outputs, Part, Reduced, Seams, run, scaled_gradient
 from lossgate.counterfactuals.setting import Fields, Setting
@@ -86,7 +86,7 @@ def _of_zeros(name: str, setting: Setting, leaves: Mapping[str, Tensor]) -> Mapp
 
 
 def _mistakes(spec: Spec) -> Mapping[str, Callable[[Setting], Fields]]:
-    """Returns the mistakes that a term alone may have, in words and as the fields that it takes."""
+    """Returns, by their words, the mistakes that a term alone may have. Each returns fields."""
     found: dict[str, Callable[[Setting], Fields]] = {}
     for name in (name for name in bools(spec) if name != "mask"):
         found[f"{name} is ignored"] = partial(all_true, name)
@@ -234,7 +234,9 @@ def _adds_in_proportion(option: str, setting: Setting) -> bool:
 
 
 def _scaled(option: str, value: Number, gradient: Number, setting: Setting) -> Outputs | None:
-    """Returns the outputs of a kernel that multiplies a term and its gradient by two factors."""
+    """Returns the outputs of a kernel that multiplies a term by one factor, and its gradient by
+    another. None if the option weighs no term, or if both factors are 1.
+    """
     of_value, of_gradient = value(setting), gradient(setting)
     if not _weighs(option, setting) or of_value == of_gradient == 1.0:
         return None
@@ -260,8 +262,9 @@ def _mistaken(option: str, seams: Seams, setting: Setting) -> Outputs | None:
 
 
 def _term(option: str, seams: Seams, setting: Setting) -> Outputs:
-    """Returns the part of the loss and of the gradients that comes from the term that an option
-    weighs, computed with a mistake, and the metrics of the whole loss with the mistake.
+    """Computes the term that an option weighs with a mistake.
+
+    Returns what the term adds to the loss and to the gradients, and the metrics of the whole loss.
     """
 
     def loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split, tempered
-from lossgate.counterfactuals.families.option_choices import with_values
+from lossgate.counterfactuals.families.option_values import with_values
 from lossgate.counterfactuals.seams import Stage, entropy_of, picked_logit, scaled_gradient, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
 from lossgate.specs.bound_spec import BoundSpec

@@ -75,14 +75,20 @@ def _with_padding_rows(setting: Setting, leaves: Mapping[str, Tensor]) -> Tensor
 
 
 def _by_own_width(below_largest: bool, setting: Setting, z: Tensor) -> Tensor:
-    largest = z.detach().amax(1) if below_largest else torch.zeros(len(z), dtype=z.dtype)
-    labels, found = setting.fields["labels"], largest
+    """Returns the labels' logits, summed over tp ranks that start their shard at the wrong row.
+
+    A label that no rank finds gets 0, or the largest logit if that is subtracted first.
+    """
+    labels = setting.fields["labels"]
+    base = z.detach().amax(1) if below_largest else torch.zeros(len(z), dtype=z.dtype)
+    total = base
     for rank, shard in enumerate(setting.vocab_shards):
-        local = labels - rank * shard.rows
-        own = (local >= 0) & (local < shard.end - shard.start)
-        at = (local.clamp(min=0) + shard.start).clamp(max=z.shape[1] - 1)
-        found = found + torch.where(own, z.gather(-1, at[:, None]).squeeze(-1) - largest, 0.0)
-    return found
+        local = labels - rank * shard.rows  # the mistake: right is labels - shard.start
+        is_found = (local >= 0) & (local < shard.end - shard.start)
+        row = (local.clamp(min=0) + shard.start).clamp(max=z.shape[1] - 1)  # in range, if not found too
+        picked = z.gather(-1, row[:, None]).squeeze(-1)
+        total = total + torch.where(is_found, picked - base, 0.0)
+    return total
 
 
 def _first_rows_too(setting: Setting, z: Tensor) -> Tensor:
