@@ -76,7 +76,10 @@ class CellJudge:
                 )
         for one, other in pairwise(results):
             if what := _difference(one, other):
-                message = f"this cell has another result in {one.where}: the two differ in {what}. Verify again, into a new file"
+                message = (
+                    f"this cell has another result in {one.where}: the two differ in {what}. Verify again, into a new "
+                    "file"
+                )
                 yield _of(other, GateReason.CONTRADICTORY, message)
 
     def _verdict(self, summary: CellSummary, known: KnownFailureRule | None) -> Iterator[Blocker]:
