@@ -9,7 +9,7 @@ from typing import Any
 
 from lossgate.engine.case_result import CaseResult
 from lossgate.judge.comparison import Comparison
-from lossgate.judge.pooling import pool
+from lossgate.judge.pooled_output import pool
 from lossgate.judge.statistics import SCALE
 
 _STEPS = 20

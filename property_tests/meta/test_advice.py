@@ -17,7 +17,8 @@ from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Tried, Verdict, tried_on
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.judge.pooling import LARGEST_MDE, Pooled, sigmas
+from lossgate.judge.pooled_output import Pooled
+from lossgate.judge.pooling import LARGEST_MDE, sigmas
 from lossgate.losses import SPECS
 from lossgate.specs.outputs import LOSS, gradient_output, metric_output
 

@@ -177,7 +177,7 @@ def test_a_bias_of_the_pooled_scale_disagrees(agreed: CellResult) -> None:
     result = concluded(agreed, biased)
     assert result.verdict is Verdict.DISAGREE
     assert result.failure is None
-    assert "problems it is 1.003 times the reference" in result.reasons[0]
+    assert "problems, it is 1.003 times the reference" in result.reasons[0]
 
 
 # The plan and the run

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kernel_bank.cross_entropy import STYLES, make
 from lossgate import Candidate, Layout
-from lossgate.adequacy import choice, deck, store
+from lossgate.adequacy import choice, store
+from lossgate.adequacy import deck as decks
 from lossgate.adequacy.deck import WANTED, Deck
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.entry_drawer import EntryDrawer
@@ -36,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keeps what is found in a folder of the test, and forgets the decks of this process."""
     monkeypatch.setenv(store.FOLDER, str(tmp_path / "store"))
     monkeypatch.setenv(store.ANEW, "yes")
-    monkeypatch.setattr(deck, "_DECKS", type(deck._DECKS)())
+    monkeypatch.setattr(decks, "_DECKS", type(decks._DECKS)())
     return tmp_path / "store"
 
 
@@ -102,7 +103,7 @@ def verified(candidate: Candidate, layout: str = "dp=2") -> CellResult:
 
 def test_a_cell_is_the_same_with_what_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = verified(RIGHT)
-    deck._DECKS.clear()
+    decks._DECKS.clear()
     monkeypatch.setattr(choice, "_choose", refuse)
     monkeypatch.setattr(Deck, "_draw_first", refuse)
     again = verified(RIGHT)
@@ -115,7 +116,7 @@ def test_a_cell_is_the_same_with_what_was_kept(monkeypatch: pytest.MonkeyPatch) 
 def test_a_failure_is_made_small_with_a_deck_that_was_kept() -> None:
     smallest = list[object]()
     for _ in range(2):
-        deck._DECKS.clear()  # as in another process
+        decks._DECKS.clear()  # as in another process
         failure = verified(_wrong()).failure
         assert failure is not None
         smallest.append(failure.problem)
@@ -157,7 +158,7 @@ def test_for_mistakes_that_no_problem_of_the_deck_shows_others_are_drawn(monkeyp
     assert chosen.entries(deck).keys() == chosen.problems.keys()
     assert not {entry.drawn.to_json() for entry in deck.entries}.intersection(chosen.problems)
     drawn.clear()
-    deck._DECKS.clear()
+    decks._DECKS.clear()
     several = [*names, "loss times -1"]
     monkeypatch.setattr(choice, "_MORE", 0)
     assert len(choice.choice_on(RIGHT, deck, "float32", Layout(), several).surviving) == 3
@@ -181,7 +182,7 @@ def test_all_axes_have_one_choice_unless_a_mistake_of_another_axis_survives(monk
     for survives in (False, True):
         asked.clear()
         deck._known.clear()
-        deck._DECKS.clear()
+        decks._DECKS.clear()
         monkeypatch.setenv(store.FOLDER, "")
         for axes in (("dp", "cp", "tp"), ("dp",), ("dp", "cp")):
             own = choice.choice_of(replace(RIGHT, axes=axes), deck, "float32")
@@ -198,7 +199,7 @@ def test_mistakes_are_asked_again_where_a_problem_that_shows_them_does_not_fit(m
         return on(self, layout, splits, [one for one in entries if one.drawn.to_json() != unfit])
 
     def shown() -> int:
-        deck._DECKS.clear()
+        decks._DECKS.clear()
         result = verified(RIGHT, "dp=2,cp=2,tp=2")
         assert unfit not in [case.problem.to_json() for case in result.cases]
         return result.record.mistakes_shown

@@ -324,7 +324,7 @@ def test_help_gives_the_meaning_of_each_parameter(command: Callable[..., int]) -
 
 def test_messages_name_commands_that_exist() -> None:
     """In a string, what follows the name of the tool is a command, or a verb of a sentence."""
-    verbs = {"adds", "found", "itself", "makes", "on", "reads", "wrote"}
+    verbs = {"adds", "can", "found", "itself", "makes", "on", "puts", "reads", "wrote"}
     files = list(Path(inspect.getfile(Candidate)).parents[1].rglob("*.py"))
     named = {(file.name, word) for file in files for word in _commands_in(file.read_text())}
     assert {word for _, word in named} & {"verify", "replay", "gate"}

@@ -78,7 +78,7 @@ def test_the_order_of_files_does_not_matter(gate: Gate, folder: Path) -> None:
         (["nowhere.jsonl"], "can't read nowhere.jsonl: No such file or directory"),
         (["x" * 5000], "can't read xxx"),
         (["good.jsonl", "--policy", "none.toml"], "none.toml"),
-        (["good.jsonl", "--policy", "typo.toml"], "typo.toml:2: [[require]] keeps='temperatur': there is no such"),
+        (["good.jsonl", "--policy", "typo.toml"], "typo.toml:2: [[require]] keeps='temperatur': neither lossgate nor"),
         (["good.jsonl", "--commit", "HEAD"], '--commit HEAD: expected the whole hash of a commit; write --commit "$('),
         (["good.jsonl", "--commit", COMMIT[:12]], "expected the whole hash of a commit"),
         (["good.jsonl", "--now", "yesterday"], "--now yesterday: expected a time such as"),

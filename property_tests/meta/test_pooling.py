@@ -11,7 +11,7 @@ import pytest
 
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.explain import explain_pooled
-from lossgate.judge.pooling import Pooled, pool
+from lossgate.judge.pooled_output import Pooled, pool
 from lossgate.judge.statistics import SCALE
 from lossgate.specs.outputs import gradient_output
 

@@ -16,7 +16,8 @@ from lossgate.engine.cell import Cell, CellResult, CellRun, Verdict
 from lossgate.engine.verdict import conclude
 from lossgate.evidence.redo import Redone, redo
 from lossgate.judge.comparison import Comparison
-from lossgate.judge.pooling import FEWEST, pool
+from lossgate.judge.pooled_output import pool
+from lossgate.judge.pooling import FEWEST
 from lossgate.judge.statistics import SCALE
 from lossgate.specs.outputs import LOSS, Output, metric_output
 

@@ -9,7 +9,8 @@ from lossgate.cases.case import Case
 from lossgate.diagnosis.coarser_precision import Coarser, in_one_stage, in_several_stages
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell, Tried
-from lossgate.judge.pooling import LARGEST_MDE, Pooled, sigmas
+from lossgate.judge.pooled_output import Pooled
+from lossgate.judge.pooling import LARGEST_MDE, sigmas
 from lossgate.specs.outputs import Output
 from lossgate.worlds.base import World
 

@@ -28,7 +28,8 @@ from lossgate.engine.cell_record import (
 from lossgate.engine.output_record import OutputRecord, PooledNoiseRecord, PooledRecord
 from lossgate.engine.own_mistakes import gaps_of
 from lossgate.judge.comparison import Comparison
-from lossgate.judge.pooling import Pooled, PooledNoise
+from lossgate.judge.pooled_output import Pooled
+from lossgate.judge.pooling import PooledNoise
 from lossgate.judge.statistics import SCALE
 from lossgate.problems.problem import Problem
 from lossgate.specs.heads import HEADS

@@ -17,7 +17,8 @@ from lossgate.engine.own_mistakes import gaps_of
 from lossgate.engine.recorded import record_of
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.explain import explain_pooled
-from lossgate.judge.pooling import FEWEST, LARGEST_MDE, Pooled, pool
+from lossgate.judge.pooled_output import Pooled, pool
+from lossgate.judge.pooling import FEWEST, LARGEST_MDE
 from lossgate.specs.outputs import Output
 
 _SHOWN = 4

@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 
 from lossgate.judge.comparison import Comparison
-from lossgate.judge.pooling import Pooled
+from lossgate.judge.pooled_output import Pooled
 from lossgate.judge.statistics import NOISE, SCALE, WORST
 
 _SHOWN = 2

@@ -21,7 +21,8 @@ from lossgate.evidence.redo import redo
 from lossgate.inputs import NllLogprobs
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.explain import explain_pooled, explain_pooled_difference
-from lossgate.judge.pooling import FEWEST, Pooled, pool, pool_noise, pool_noises
+from lossgate.judge.pooled_output import Pooled, pool
+from lossgate.judge.pooling import FEWEST, pool_noise, pool_noises
 from lossgate.judge.statistics import SCALE
 from lossgate.options import NllOptions
 from lossgate.specs.outputs import LOSS, Output

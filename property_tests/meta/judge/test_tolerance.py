@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lossgate.judge.comparison import Comparison
-from lossgate.judge.pooling import pool
+from lossgate.judge.pooled_output import pool
 from lossgate.judge.statistics import SCALE, Blocks
 from lossgate.judge.tolerance import Tolerance
 from lossgate.numerics.float_formats import FLOAT32
