@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lossgate.base.errors import CandidateError, LossgateError, UsageError
     from lossgate.base.layout import Layout
     from lossgate.cases.case import Case
-    from lossgate.cases.example import example
+    from lossgate.cases.example_inputs import example
     from lossgate.declaration.budgets import Budgets
     from lossgate.declaration.candidate import Candidate, KnownFailure, Outputs, candidate
     from lossgate.declaration.contract import Contract
@@ -79,7 +79,7 @@ _HOMES = {
     "candidate": "declaration.candidate",
     "compare": "engine.compare",
     "current_mesh": "worlds.running",
-    "example": "cases.example",
+    "example": "cases.example_inputs",
     "field": "specs.record",
     "option": "specs.record",
     "property": "properties.registry",

@@ -198,7 +198,7 @@ class Deck:
         return self._seek(name, what, lambda entry: name in entry.kills, target, mutants=[name])
 
     def reaching(self, goal: str, round_: int) -> Sequence[Entry]:
-        """Draws problems that reach a goal on any layout."""
+        """Draws problems that reach a goal, whatever the layout."""
         return self._reaching(str(round_), goal, WANTED)
 
     def _reaching(self, when: str, goal: str, wanted: int) -> Sequence[Entry]:

@@ -86,11 +86,11 @@ class _Said:
 
 
 class KnownMistakes:
-    """What the problems of a candidate say of the mistakes that are known.
+    """Collects which known mistakes the problems of a candidate would show. ``ask`` asks a problem.
 
     Args:
         candidate: says in which precision it computes, and which outputs it gives.
-        metrics: whether mistakes in metrics alone are asked about, too.
+        metrics: whether to ask about mistakes in metrics alone, too.
         names: the mistakes to ask about; by default all.
     """
 

@@ -43,7 +43,9 @@ def open_in(folder: str) -> None:
 
 @contextmanager
 def running(problem: Problem, held_to: str) -> Generator[None]:
-    """Writes that a problem runs for a property, and afterwards that the problem is done."""
+    """Writes that a problem runs for a property, and afterwards that it is done. As long as the job
+    has called no kernel, the phase stays NOT_CALLED.
+    """
     if _open:
         _write(_phase().value + held_to.encode() + _END_OF_NAME + problem.to_json().encode())
     try:

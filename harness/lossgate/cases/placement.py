@@ -79,8 +79,8 @@ class Placement:
         return Partition(self.layout, problem.lengths, self.vocab_of(problem), self.vocab_split, padding, group)
 
     def plainest(self, splits: Sequence[VocabSplit]) -> "Placement":
-        """Returns the plainest placement on the same layout: "balanced", if ``splits`` allows that,
-        without further padding, in the order of ranks.
+        """Returns the plainest placement on the same layout: no padding to a multiple, and sums
+        in the order of ranks. The vocabulary is split "balanced" if ``splits`` has that, else as here.
         """
         return Placement(self.layout, "balanced" if "balanced" in splits else self.vocab_split, idle=self.idle)
 

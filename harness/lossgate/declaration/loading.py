@@ -257,8 +257,8 @@ def _is_same(spec: Spec, loaded: Spec) -> bool:
 
 
 def _code(function: Any) -> Any:
-    """Returns the code of a function, which is equal if its source was loaded twice. For other
-    callables it is the type.
+    """Returns what identifies a function: its code. Two loads of one source give equal code. For a
+    callable without code it is the type.
     """
     return getattr(function, "__code__", type(function))
 

@@ -94,8 +94,8 @@ def _why_more_hardly_help(tried: Tried) -> str:
     """Returns why enough problems did not kill a mutant, and what helps instead."""
     if not tried.change:
         return (
-            f"both choices give the same in all {tried.problems} problems with this choice; "
-            "support what makes them differ"
+            f"the two give the same results in all {tried.problems} problems with this choice; "
+            "support values of other options with which they differ"
         )
     explained = f"{tried.least:.2g}" if isfinite(tried.least) else "any difference"
     return (

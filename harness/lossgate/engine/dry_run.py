@@ -73,15 +73,18 @@ def _of_candidate(candidate: Candidate, cells: list[Cell], settings: Settings, *
                 mistakes.ask(placed)
     finally:
         torch.set_num_threads(threads)
-    no_change = {name: one.words("an output") for name, one in mistakes.left.items() if name not in mistakes.unseen}
+    # The other mistakes changed no output. Some of them could not even be made.
+    others = {name: one.words("an output") for name, one in mistakes.left.items() if name not in mistakes.unseen}
+    unchanged = {name: sentence for name, sentence in others.items() if mistakes.made[name]}
+    impossible = {name: sentence for name, sentence in others.items() if not mistakes.made[name]}
     return Audit(
         candidate=candidate,
         cells=len(cells),
         problems=problems,
         seen=mistakes.seen,
         unseen=mistakes.unseen,
-        unchanged={name: sentence for name, sentence in no_change.items() if mistakes.made[name]},
-        impossible={name: sentence for name, sentence in no_change.items() if not mistakes.made[name]},
+        unchanged=unchanged,
+        impossible=impossible,
         seconds=process_time() - start,
     )
 

@@ -111,8 +111,8 @@ def demands(candidates: Patterns, others: tuple[Patterns, ...], known: KnownCell
     done = set[str]()
     for pattern in candidates:
         chosen = _chosen(pattern, known)
-        if not chosen:
-            yield Demand(pattern, None, asked[0], ())
+        if not chosen:  # a pattern with wildcards: a name is chosen even if it has no cells
+            yield Demand(pattern, candidate=None, wanted=asked[0], cells=())
         for candidate in chosen:
             if candidate in done:
                 continue

@@ -44,7 +44,7 @@ def options(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 yield mistake(
                     f"{option.name} {what}",
                     f"{option.name} is {what}",
-                    partial(_changes, option, what),
+                    partial(_gives_another, option, what),
                     options=partial(_forced, option.name, what),
                 )
     for one, other in combinations([o for o in own if _is_weight(o) and o.name not in spec.logit_options], 2):
@@ -114,11 +114,12 @@ def _number(setting: Setting, option: str) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _changes(option: Option, what: str, setting: Setting) -> bool:
+def _gives_another(option: Option, change: str, setting: Setting) -> bool:
+    """Returns whether a change gives an option another number. 0 is left out: it has no inverse."""
     value = _number(setting, option.name)
     if value is None or value == 0:
         return False
-    return _CHANGES[what](value) != value
+    return _CHANGES[change](value) != value
 
 
 def _differ(one: Option, other: Option, setting: Setting) -> bool:

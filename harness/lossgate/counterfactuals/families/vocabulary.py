@@ -108,7 +108,7 @@ def _clamped(backward: bool, setting: Setting, z: Tensor) -> Tensor:
 
 
 def _has_tiles(setting: Setting) -> bool:
-    """Returns whether the size of a tile of the vocabulary is known and a rank has several."""
+    """Returns whether the size of vocabulary tiles is known, and a rank holds more than a tile."""
     sizes = setting.tiles.get("vocab", ())
     return len(sizes) == 1 and any(rows.stop - rows.start > sizes[0] for rows in setting.vocab_rows)
 
