@@ -117,8 +117,7 @@ def test_how_many_problems_are_enough_for_a_mutant() -> None:
     assert to_kill([Tried(1, 0.1, 0.2)], 200, "beta").startswith("none of 200 problems showed the difference, and")
     assert to_kill([Tried(30, 0.0, 0.2)], 50, "beta") == (
         "the two give the same results in all 30 problems with this choice; support values of other options with which "
-        "they differ, or drop beta "
-        "from supports"
+        "they differ, or drop beta from supports"
     )
 
 
