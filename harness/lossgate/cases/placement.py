@@ -80,7 +80,8 @@ class Placement:
 
     def plainest(self, splits: Sequence[VocabSplit]) -> "Placement":
         """Returns the plainest placement on the same layout: no padding to a multiple, and sums
-        in the order of ranks. The vocabulary is split "balanced" if ``splits`` has that, or as here.
+        in the order of ranks. The vocabulary is split "balanced" if ``splits`` has that. Otherwise
+        its split stays.
         """
         return Placement(self.layout, "balanced" if "balanced" in splits else self.vocab_split, idle=self.idle)
 
