@@ -162,9 +162,10 @@ def _masked_fields(bound: BoundProblem) -> Finding | None:
         if field.dims[:1] != (spec.trained_dim,) or field.dtype != "float32" or field.unshifted:
             continue
         if what := _change(bound, values, {**fields, name: replaced(fields[name], away)}):
+            is_trained = "batch.mask" if spec.trained_dim == "token" else "has_trained_token"  # [sequences]
             return Finding(
                 f"NaN in field {name!r} where nothing is trained changes {what}",
-                f"select it first, too: torch.where(batch.mask, batch.{name}, 0.0)",
+                f"replace it before you compute with it: torch.where({is_trained}, batch.{name}, 0.0)",
             )
     return None
 
