@@ -6,7 +6,7 @@ either. The few that only the inside of a kernel can have are switches of
 ``kernel_bank.cross_entropy``.
 Those of kernels that shift and split themselves are in ``kernel_bank.whole_sequences``.
 (Errors in whole results, which every comparison plants in its own result as a check of itself, are
-in ``judge.power``.)
+in ``judge.tolerance``.)
 """
 
 from collections.abc import Callable, Mapping

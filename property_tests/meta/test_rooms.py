@@ -166,3 +166,14 @@ def test_an_import_that_names_no_room_is_found(source: str, name: str) -> None:
 )
 def test_imports_from_the_same_and_lower_rooms_are_right(source: str) -> None:
     assert breaches("judge.made_up", source) == []
+
+
+def test_the_files_that_a_room_describes_exist() -> None:
+    """The docstring of a room tells which file does what."""
+    missing: list[str] = []
+    for file in HARNESS.glob("*/**/__init__.py"):
+        said = ast.get_docstring(ast.parse(file.read_text())) or ""
+        for name in re.findall(r"``([a-z][a-z_/]+)``", said):
+            near = [folder / f"{name}{end}" for folder in (file.parent, file.parents[1]) for end in (".py", "")]
+            missing += [] if any(path.exists() for path in near) else [f"{file}: {name}"]
+    assert missing == []

@@ -336,8 +336,11 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
         r"masks\(patterns=...\): unknown pattern 'hole'; did you mean 'holes'",
     ),
     "no pattern": (lambda: drawn.masks((2,), []), r"masks\(patterns=\(\)\): expected at least one of all, none"),
-    "mask of no token": (lambda: drawn.masks(()), r"masks\(lengths=\(\)\): expected the tokens of each sequence"),
-    "one length": (lambda: drawn.labels(3, 5), r"labels\(lengths=3\): expected the tokens of each sequence"),  # type: ignore[arg-type]
+    "mask of no token": (
+        lambda: drawn.masks(()),
+        r"masks\(lengths=\(\)\): expected the number of tokens of each sequence",
+    ),
+    "one length": (lambda: drawn.labels(3, 5), r"labels\(lengths=3\): expected the number of tokens of each sequence"),  # type: ignore[arg-type]
     "vocab": (lambda: drawn.labels((3,), 0), r"labels\(vocab=0\): expected a positive whole number"),
     "options of a candidate": (
         lambda: drawn.options(FUSED, supports={}),

@@ -79,8 +79,8 @@ def explain_pooled_difference(pooled: Pooled, first: str, second: str) -> Iterat
         yield f"{pooled.output}: pooled over {pooled.problems} problems, {less}"
     if pooled.noise is not None and not pooled.noise.agrees:
         yield (
-            f"{pooled.output}: over all {pooled.noise.problems} problems, {first} and {second} differ by "
-            f"{pooled.noise.noise:.3g} times as much as the noise of both explains; the limit is "
+            f"{pooled.output}: pooled over {pooled.noise.problems} problems, {first} and {second} differ by "
+            f"{pooled.noise.noise:.3g} times the most that the noise of both explains; the limit is "
             f"{pooled.noise.limit:.3g} times"
         )
 
@@ -98,8 +98,8 @@ def explain_pooled(pooled: Pooled) -> Iterator[str]:
         )
     if pooled.noise is not None and not pooled.noise.agrees:
         yield (
-            f"{pooled.output}: the errors over all {pooled.noise.problems} problems are {pooled.noise.noise:.3g} "
-            "times as large as the declared precision explains; the limit is "
+            f"{pooled.output}: pooled over {pooled.noise.problems} problems, the errors are {pooled.noise.noise:.3g} "
+            "times the most that the declared precision explains; the limit is "
             f"{pooled.noise.limit:.3g} times. {_less_noise(pooled)}"
         )
 

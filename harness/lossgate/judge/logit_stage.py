@@ -95,6 +95,7 @@ class TokenStage:
         chosen = chosen.masked_fill(filtered, float("-inf"))
         values: dict[str, Tensor | None] = {
             "logprobs": chosen if spec.gathered_ids else chosen.squeeze(-1),
+            **dict.fromkeys(("entropy", "logsumexp", "mean_logprob")),  # noise is drawn in this order
             "unfiltered": unfiltered,
         }
         slope = None

@@ -68,8 +68,11 @@ def layouts_in_words(wrong: Sequence[str], right: Sequence[str]) -> str:
     if not right:
         return f"on every layout that was tried: {listed}" if len(wrong) > 1 else f"on {listed}"
     for axis in AXES:
-        is_split_on_all_wrong = all(axis in Layout.parse(layout).axes for layout in wrong)
-        is_split_on_a_right = any(axis in Layout.parse(layout).axes for layout in right)
-        if is_split_on_all_wrong and not is_split_on_a_right:
+        # Right layouts are read only where they must be: a later lossgate may write others.
+        if all(_splits(layout, axis) for layout in wrong) and not any(_splits(layout, axis) for layout in right):
             return f"on every layout with {axis} > 1 that was tried: {listed}"
     return f"on {listed}"
+
+
+def _splits(layout: str, axis: str) -> bool:
+    return axis in Layout.parse(layout).axes

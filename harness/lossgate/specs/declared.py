@@ -190,7 +190,8 @@ def _options(given: Arguments) -> tuple[Option, ...]:
         raise argument.error(str(error)) from None
     for option in options:
         if option.name in (*COMMON_OPTIONS, EMPTY.name):
-            raise argument.error(f"every spec has an option {option.name!r} already; give it another name")
+            what = "a scenario" if option.name == EMPTY.name else "an option"
+            raise argument.error(f"every spec has {what} {option.name!r} already; give it another name")
     return options
 
 

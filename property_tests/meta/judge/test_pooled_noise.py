@@ -121,7 +121,7 @@ def test_a_cell_disagrees_and_its_evidence_says_so() -> None:
     assert found.failure is None
     (reason,) = found.reasons
     said = (
-        rf"{output}: the errors over all \d+ problems are 1\.\d+ times as large as the declared precision "
+        rf"{output}: pooled over \d+ problems, the errors are 1\.\d+ times the most that the declared precision "
         r"explains; the limit is 1\.\d+ times\. Add the gradient up in float32 and round it once; or declare in "
         r"Precision how the kernel rounds, for example by accumulate= or grads_in_forward="
     )
@@ -184,12 +184,12 @@ def test_a_pooled_difference_in_words() -> None:
     found = pool(LOSS, [noisy(3.0)] * 20)
     (words,) = explain_pooled_difference(found, "a", "b")
     assert words == (
-        "loss: over all 20 problems, a and b differ by 3 times as much as the noise of both explains; the limit is "
-        "1.2 times"
+        "loss: pooled over 20 problems, a and b differ by 3 times the most that the noise of both explains; the "
+        "limit is 1.2 times"
     )
     (words,) = explain_pooled(found)
     assert words == (
-        "loss: the errors over all 20 problems are 3 times as large as the declared precision explains; the limit is "
-        "1.2 times. Compute it in float32 and round it once; or declare in Precision how the kernel rounds, "
+        "loss: pooled over 20 problems, the errors are 3 times the most that the declared precision explains; the "
+        "limit is 1.2 times. Compute it in float32 and round it once; or declare in Precision how the kernel rounds, "
         "for example by loss="
     )

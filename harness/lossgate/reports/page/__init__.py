@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTML page of a release gate or of a report: one file that needs no network.
 
-``entries`` has the cells that are shown, and ``render`` makes the HTML. ``cell_rows`` puts cells
-into rows and columns. ``details`` and ``histograms`` have the data of a cell that is opened, and
-``headline`` the sentences at the top. Text, style and scripts of the page are in ``assets``.
+``entries`` has the cells that are shown, in rows and columns, and ``render`` makes the HTML.
+``details`` has the data of a cell that is opened, and ``headline`` the sentences at the top. Text,
+style and scripts of the page are in ``assets``.
 """
 
 from lossgate.reports.page.entries import Page

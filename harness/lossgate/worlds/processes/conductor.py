@@ -34,7 +34,8 @@ _GRACE = 1.0
 _QUIET = 0.5
 """Seconds without news after which ranks are asked where they are."""
 _MOST_TO_STOP = 20.0
-"""Seconds after which a rank that must stop is killed in any case, even if it never answers."""
+"""Seconds after which a rank that must stop is killed in any case, even if it never answers. A rank
+that makes its groups has more; see ``RankHandle.connecting``."""
 _IDLE = 0.1
 """A rank that uses a smaller share of a core is waiting for something."""
 
@@ -216,7 +217,6 @@ class _Run:
     def _stop(self, handles: Sequence[RankHandle]) -> None:
         for handle in handles:
             _send(handle.alarm, Stop(self._number))
-        allowed = {handle.rank: handle.stopping + self._connecting(handle) for handle in handles}
         most = _MOST_TO_STOP + max((self._connecting(handle) for handle in handles), default=0.0)
         deadline, before = time.monotonic() + most, self._ask(handles)
         spent = dict.fromkeys(self._ranks, 0.0)
@@ -227,15 +227,15 @@ class _Run:
             all_sleep = not any(one is None or one.runnable for rank in now for one in (before[rank], now[rank]))
             for handle in unfinished:
                 spent[handle.rank] += _QUIET if all_sleep else _cpu_seconds(before[handle.rank], now[handle.rank])
-                if spent[handle.rank] >= allowed[handle.rank]:
+                if spent[handle.rank] >= handle.stopping + self._connecting(handle):
                     self._kill(handle)
             before = now
         for handle in [*self._unfinished()]:
             self._kill(handle)
 
     def _connecting(self, handle: RankHandle) -> float:
-        """Returns how long a rank may still wait for others to connect."""
-        return handle.connecting if self._stages[handle.rank] <= _STAGES.index(Met) else 0.0
+        """Returns how long a rank may still wait for others to connect, if it makes its groups."""
+        return handle.connecting if self._stages[handle.rank] == _STAGES.index(Met) else 0.0
 
     def _kill(self, handle: RankHandle) -> None:
         handle.kill()

@@ -24,7 +24,8 @@ _BETWEEN_CHECKS = 0.002
 _PATIENCE = timedelta(hours=1)
 """Torch's own time-out. It is long, because the driver ends tasks that take too long."""
 CONNECTING = 45.0
-"""Seconds after which a rank gives up to connect to the others, where it can't be replaced."""
+"""Seconds after which a rank gives up to connect to the others, if it can't be replaced. All such
+ranks have arrived and are idle when a task comes, so they begin to connect within a few seconds."""
 
 
 class RankGroups:
@@ -68,12 +69,13 @@ class RankGroups:
 
     def _mesh(self, device: torch.device, sizes: tuple[int, ...]) -> DeviceMesh:
         """Returns a new mesh. Its groups connect in limited time; only then they may wait long."""
-        before = c10d.default_pg_timeout
-        c10d.default_pg_timeout = self._connecting  # no argument of a mesh sets that of its groups
+        before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
+        # No argument of a mesh sets the time-out of its groups.
+        c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = self._connecting
         try:
             mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
         finally:
-            c10d.default_pg_timeout = before
+            c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
         for group in _real_groups():
             c10d._set_pg_timeout(_PATIENCE, group)
         return mesh

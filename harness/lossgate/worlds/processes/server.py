@@ -84,7 +84,7 @@ def serve(
         alarm: the connection on which the driver asks and interrupts while a task runs.
         open_store: opens the store in which ranks meet to make groups.
         kept: file descriptors that stay open when a task is stopped.
-        connecting: seconds that the rank may wait for others to connect; None for no limit.
+        connecting: seconds that the rank may wait for others to connect; None for an hour.
 
     Returns:
         The exit code of the process.

@@ -11,15 +11,15 @@ random numbers and environment, as in a process of its own. It must leave settin
 as they were.
 
 Where to look:
-    world: the world and its ranks.
+    simulated_world: the world and its ranks.
     group, member: the process group that kernels use.
     collectives: what a collective is called with, and what it does.
-    rendezvous, messages: how calls of several ranks meet.
+    rendezvous, point_to_point: how calls of several ranks meet.
     in_flight: whether a kernel wrote to a tensor of a call in flight.
     reduction: the order in which sums are added.
     lockstep: the rank threads, deadlocks and hangs.
     rank_threads: how torch.distributed comes to know them.
-    call_sites: the line of the kernel that a message names.
+    ../call_sites: the line of the kernel that a message names.
 """
 
 from lossgate.worlds.simulated.simulated_world import SimulatedWorld
