@@ -96,7 +96,7 @@ def test_what_is_rounded_is_named_with_what_to_declare(
 def test_a_step_that_is_declared_too_long_is_said() -> None:
     cause, *_, todo = sentences(judged(cast_in_the_loop, {"accumulate": BF16, "chunk": 128}))
     assert "the running sum of the gradient of weight after fewer tokens" in cause
-    assert "Precision(accumulate='bfloat16', chunk=N), where N is the tokens in a step of its loop, " in todo
+    assert "Precision(accumulate='bfloat16', chunk=N), where N is the number of tokens in a step of its loop, " in todo
 
 
 def test_the_tile_is_the_step_if_it_is_declared() -> None:
