@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,19 @@ from lossgate.base.layout import Layout
 from lossgate.worlds import RankContext, World, make_world
 from lossgate.worlds.base import Hang, RankDied, RankRaised, StateLeak, WorldLost
 from lossgate.worlds.pool import _pool, close_pool
+from lossgate.worlds.processes.conductor import conduct
 from lossgate.worlds.processes.groups import RankGroups
-from lossgate.worlds.processes.rank_messages import Begun, Loaded, Met, Stopped
+from lossgate.worlds.processes.rank_messages import (
+    WHERE,
+    Assignment,
+    Begun,
+    Loaded,
+    Met,
+    Raised,
+    Reply,
+    Stopped,
+    Whereabouts,
+)
 from lossgate.worlds.processes.watcher import Watcher
 
 LAYOUT = Layout(cp=2, tp=2)
@@ -192,6 +204,41 @@ def test_a_rank_waits_for_connections_for_a_limited_time_and_begins_anew() -> No
     """The numbers of groups are in the keys by which ranks meet, so all must count from 0."""
     alone = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=100)
     assert re.fullmatch(r"raised \w+\ngroups: 0\n", alone.stdout), alone.stdout + alone.stderr
+
+
+class Connecting:
+    """A rank that sleeps while it makes its groups, and raises once it gives up."""
+
+    stopping, connecting = 0.0, 5.0
+
+    def __init__(self, rank: int, *, has_met: bool) -> None:
+        self.rank, self.is_killed = rank, False
+        (self.work, work), (self.alarm, alarm) = multiprocessing.Pipe(), multiprocessing.Pipe()
+        for news in (Begun(), Met())[: 1 + has_met]:
+            work.send(Reply(0, news))
+        threading.Timer(
+            2.0, work.send, (Reply(0, Raised("RuntimeError", "gave up", "", None, "", False, None)),)
+        ).start()
+        threading.Thread(target=self._answer, args=(alarm,), daemon=True).start()
+
+    def _answer(self, alarm: Any) -> None:
+        asleep = Whereabouts(collective=None, site="", stack="", cpu_seconds=0.0, runnable=False)
+        with suppress(EOFError, OSError):  # the test is over
+            while True:
+                if alarm.recv() == WHERE:
+                    alarm.send(asleep)
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+@pytest.mark.parametrize("has_met", [False, True])
+def test_a_rank_that_makes_its_groups_is_waited_for(has_met: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can interrupt it there. One that has made them must stop at once, here."""
+    monkeypatch.setattr("lossgate.worlds.processes.conductor._PATIENCE", dict.fromkeys((Begun, Met, Loaded), 0.2))
+    rank: Any = Connecting(0, has_met=has_met)
+    conduct([rank], Assignment(0, Layout(), "first", "cpu", b""), 1.0)
+    assert rank.is_killed is has_met
 
 
 def test_an_assignment_that_must_stop_before_it_begins_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
