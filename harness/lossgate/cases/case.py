@@ -208,7 +208,7 @@ class Case:
     def unequal(self, ranks: Sequence[RankOutputs]) -> tuple[Output, ...]:
         """Returns the outputs of another call that differ from the plain call on some rank."""
         pairs = zip(ranks, self.ranks, strict=True)
-        return tuple(dict.fromkeys(output for own, plain in pairs for output in _differing(own, plain)))
+        return tuple(dict.fromkeys(output for own, plain in pairs for output in differing(own, plain)))
 
     def judged(
         self,
@@ -247,7 +247,7 @@ class Case:
         return tuple(one for one in found if among is None or one.output in among)
 
 
-def _differing(one: RankOutputs, other: RankOutputs) -> Iterator[Output]:
+def differing(one: RankOutputs, other: RankOutputs) -> Iterator[Output]:
     """Yields the outputs of a rank that differ between two calls."""
     for output in dict.fromkeys((*one, *other)):
         a, b = one.get(output), other.get(output)

@@ -5,6 +5,7 @@ Its options cover PPO, GRPO, DAPO, REINFORCE, GSPO and CISPO.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import inf, log
 from typing import Literal, get_args
 
@@ -20,6 +21,7 @@ from lossgate.losses.shared.policy_gradients import (
     ADVANTAGES_PER,
     GENERATION,
     NEAR,
+    OVERFLOW,
     RATIOS,
     REFERENCE,
     UNDERFLOW,
@@ -43,6 +45,12 @@ from lossgate.specs.outputs import Metric
 from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import Options, field, option
 from lossgate.specs.token_values import TokenValues
+
+_GENERATION = replace(
+    GENERATION,
+    meaning=f"{GENERATION.meaning}, or so far off at some tokens that weights overflow",
+    choices=(*GENERATION.choices, "extreme"),
+)
 
 PositiveNLLNormaliser = Literal["global", "local"]
 
@@ -296,7 +304,13 @@ def _log_weights(context: FieldContext) -> Tensor:
     o: ClippedPgOptions = context.options
     low, high = o.truncated_importance_sampling_ratio_min or 0.1, o.truncated_importance_sampling_ratio or 3.0
     spans = clip_spans(log(low), log(high))
-    scenario: dict[str, Sequence[Span]] = {"near": NEAR, "equal": [(0.0, 0.0)], "everywhere": list(spans.values())}
+    scenario: dict[str, Sequence[Span]] = {
+        "near": NEAR,
+        "equal": [(0.0, 0.0)],
+        "everywhere": list(spans.values()),
+    }
+    if context.scenario["generation"] == "extreme":
+        return _log_weights_that_overflow(context)
     chosen = scenario[context.scenario["generation"]]
     if o.truncated_importance_sampling_type == "seq-mask-tis":
         # Some tokens lie on another side of the bounds than their sequence does.
@@ -310,6 +324,22 @@ def _log_weights(context: FieldContext) -> Tensor:
         scatter = 0.2 * context.streams.normal("weight scatter", context.tokens)
         return on_tokens(context, of_sequences / lengths) + scatter
     return draw_in_spans(context.streams, "weights", context.tokens, chosen)
+
+
+_CLEAR_OF_0 = -0.1
+"""The metric approx_entropy multiplies a log-probability by a number that overflows. If it rounds
+to 0, the product is not a number.
+"""
+
+
+def _log_weights_that_overflow(context: FieldContext) -> Tensor:
+    """Draws log p_prev - log p_generation, ``[tokens]``. At some tokens exp of it is infinite."""
+    near, over = (
+        draw_in_spans(context.streams, stream, context.tokens, spans)
+        for stream, spans in (("weights", NEAR), ("weights that overflow", [OVERFLOW]))
+    )
+    chosen = context.streams.uniform("which overflow", context.tokens) < 0.5
+    return torch.where(chosen & (context.logprobs < _CLEAR_OF_0), over, near)
 
 
 def _covered(batch: GlobalBatch, options: ClippedPgOptions) -> set[str]:
@@ -424,7 +454,7 @@ def _metrics(values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptio
     uses=("logprobs", "unfiltered"),
     draw=_draw,
     trained=trained_tokens,
-    scenarios=(RATIOS, ADVANTAGES, ADVANTAGES_PER, REFERENCE, GENERATION, SAMPLES),
+    scenarios=(RATIOS, ADVANTAGES, ADVANTAGES_PER, REFERENCE, _GENERATION, SAMPLES),
     kinks=True,
     stop_gradient=True,
     extra_metrics=_metrics,

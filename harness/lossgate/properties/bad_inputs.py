@@ -11,14 +11,22 @@ from lossgate.cases.rank_call import How, RankCall, plainly
 from lossgate.cases.untrained import untrained
 from lossgate.problems.batch import GlobalBatch
 from lossgate.properties.registry import Checked, property
+from lossgate.properties.would_show import needing
 from lossgate.worlds.base import RankRaised
 
 _BROADCAST = 2
 """With one token less than this, a single one is left, which torch broadcasts to any number."""
 
 
+def _may_lose_one(case: Case) -> bool:
+    return any(len(shard) > _BROADCAST for shard in case.placed.partition.token_shards.values())
+
+
 @property(
     "bad-inputs",
+    mistakes=needing(
+        "labels that are too few are broadcast", _may_lose_one, lambda case: "shapes" in case.candidate.refuses
+    ),
     applies=lambda candidate: bool(candidate.refuses),
     fits=lambda case: case.world.repeatable and bool(_trained(case).any()),
     runs=3,

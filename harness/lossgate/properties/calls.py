@@ -18,6 +18,7 @@ from lossgate.cases.rank_call import RankCall, RankOutputs, plainly
 from lossgate.declaration.candidate import Outputs
 from lossgate.problems.batch import GlobalBatch
 from lossgate.properties.registry import Checked, called, property
+from lossgate.properties.would_show import all_of, gradients, masked_token_counts, values
 
 _SECOND = -2.0
 """The factor on the upstream gradients of a second backward. With a factor of 1 it would look right
@@ -27,6 +28,7 @@ if the second call overwrites the gradient of the first. -2 and 1 - 2 are exact 
 @property(
     "same-call-twice",
     runs=3,
+    mistakes=all_of(values("is that of another call"), gradients("is that of another call")),
     remedy="keep nothing from one call to the next, and write to no tensor that a call returned or saved",
 )
 def same_call_twice(case: Case) -> Checked:
@@ -37,6 +39,7 @@ def same_call_twice(case: Case) -> Checked:
 @property(
     "after-another-shape",
     runs=3,
+    mistakes=all_of(values("is that of another call"), gradients("is that of another call")),
     remedy="key each kept value by every shape, dtype and option that it depends on, or keep nothing",
 )
 def after_another_shape(case: Case) -> Checked:
@@ -92,6 +95,7 @@ class _Around:
 @property(
     "gradients-add-up",
     runs=2,
+    mistakes=gradients("replaces the one that is there", 1 / (1 + _SECOND) * _SECOND),
     remedy="return gradients from backward and let autograd add them up; assign to no .grad",
 )
 def gradients_add_up(case: Case) -> Checked:
@@ -109,6 +113,7 @@ def _accumulated(call: RankCall) -> RankOutputs:
 @property(
     "second-backward",
     runs=2,
+    mistakes=gradients("is added twice", 1 / (1 + _SECOND) * 2),
     remedy="use ctx.save_for_backward, and do not write to what was saved: multiply out of place",
 )
 def second_backward(case: Case) -> Checked:
@@ -144,6 +149,7 @@ class _BackwardTwice:
 @property(
     "checkpointing",
     runs=4,
+    mistakes=all_of(gradients("is lost"), masked_token_counts),
     remedy="compute and save the same in the second forward as in the first, by ctx.save_for_backward",
 )
 def checkpointing(case: Case) -> Checked:

@@ -22,14 +22,21 @@ from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Dims
 from lossgate.problems.problem import Problem
 from lossgate.properties.registry import Checked, property
+from lossgate.properties.would_show import gradients, needing, trained_tokens, values
 from lossgate.specs.outputs import Output
 
 _COMMON: Mapping[str, Dims] = dict.fromkeys(("input_ids", "labels", "mask", "sequence"), ("token",))
 """The dims of the fields that every batch has."""
 
 
+def _trains_both_ends(case: Case) -> bool:
+    trained, groups = trained_tokens(case), _groups(case.problem)
+    return all(bool(trained[_tokens_of(case.problem, group)].any()) for group in (groups[0], groups[-1]))
+
+
 @property(
     "sequence-order",
+    mistakes=needing("the first sequence and the last are taken for each other", _trains_both_ends),
     fits=lambda case: len(_groups(case.problem)) > 1 and _may_be_turned(case),
     remedy="start and end sequences where cu_seqlens says, and carry nothing from one to the next",
 )
@@ -76,6 +83,7 @@ def _tokens_of(problem: Problem, sequences: Sequence[int]) -> Tensor:
 
 @property(
     "vocabulary-order",
+    mistakes=values("hangs on the number of a row"),
     applies=lambda candidate: candidate.starts_at.has_logits,
     remedy="give no row of the vocabulary a meaning of its own, the first and last rows of a shard or tile included",
 )
@@ -152,6 +160,7 @@ def _select(tensor: Tensor, dims: Dims, order: Mapping[str, Tensor]) -> Tensor:
 
 @property(
     "temperature",
+    mistakes=gradients("is lost at a high temperature"),
     applies=lambda candidate: candidate.starts_at.has_logits and candidate.spec.temperature is not None,
     fits=lambda case: _hotter(case) is not None and case.bound.bound_spec.softcap is None,
     remedy="divide the logits by the temperature, once, and their gradient by it, once",

@@ -4,6 +4,7 @@
 Each has a reference and noise of its own.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -15,9 +16,11 @@ from lossgate.cases.materialize import lay_out
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placement import PlacedProblem
 from lossgate.cases.untrained import untrained
+from lossgate.judge.comparison import Comparison
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
-from lossgate.properties.registry import Checked, property
+from lossgate.properties.registry import Checked, called, property
+from lossgate.properties.would_show import all_of, needing, trained_tokens
 from lossgate.specs.logit_filter import filters
 from lossgate.specs.outputs import Output
 
@@ -26,13 +29,29 @@ _NATS = 120.0
 _ROOT = 32.0
 _FAR = -_ROOT * _ROOT
 """The logit of a hopeless label. Every dtype holds it and ``_ROOT`` exactly."""
+_LOWEST = -1e4
+"""A logit that counts for nothing, and that every dtype holds nearly."""
 _OF_LABELS = frozenset(("logprobs", "logsumexp", "unfiltered"))
 """The values of each token that a loss may use if logits are -inf. For an entropy, torch's own
 operations multiply 0 by -inf."""
+_OF_SOFTMAX = _OF_LABELS | {"entropy"}
+"""The values that a logit changes by no more than its probability, if that is nearly 0."""
+
+
+def _trains_from(row: int) -> Callable[[Case], bool]:
+    """Returns whether every other row from this one on has a trained token."""
+    return lambda case: bool(trained_tokens(case)[row::2].any())
+
+
+def _has_lower_rows(case: Case) -> bool:
+    return "logits" in case.bound.batch.leaves
 
 
 @property(
     "extreme-logits",
+    mistakes=all_of(
+        needing("exp overflows", _trains_from(0)), needing("exp underflows", _trains_from(1), _has_lower_rows)
+    ),
     applies=lambda candidate: candidate.starts_at.has_logits,
     fits=lambda case: _has_plain_logits(case) and not {"logits", "bias"}.isdisjoint(case.bound.batch.leaves),
     remedy="subtract each row's maximum before exp, over all of the vocabulary",
@@ -56,22 +75,42 @@ def _moved(batch: GlobalBatch) -> GlobalBatch:
 
 @property(
     "suppressed-ids",
-    applies=lambda candidate: (
-        candidate.head == "logits"
-        and candidate.spec.gathered_ids is None
-        and "token_entropy" not in candidate.differentiable  # its backward may multiply 0 by NaN
+    mistakes=all_of(
+        needing("the first logits of a row must not all be -inf", lambda case: not _suppressed_ids(case.problem).start),
+        needing(
+            "the last logits of a row must not all be -inf", lambda case: bool(_suppressed_ids(case.problem).start)
+        ),
     ),
-    fits=lambda case: _has_plain_logits(case) and case.problem.vocab > 1 and _is_of_labels(_suppressed(case)),
+    applies=lambda candidate: candidate.head == "logits" and candidate.spec.gathered_ids is None,
+    fits=lambda case: _has_plain_logits(case) and case.problem.vocab > 1 and _uses_only(_OF_SOFTMAX, _suppressed(case)),
+    runs=2,
     remedy="select, and do not multiply by 0; give exp(-inf - -inf) a value, where all of a tile or shard is -inf",
 )
 def suppressed_ids(case: Case) -> Checked:
-    """Logits of -inf for ids that are no label give what the reference says."""
-    bound, problem = _suppressed(case), case.problem
-    batch = _with_low_logits(bound.batch, _suppressed_ids(problem), -torch.inf)
-    result = case.whole(case.on_ranks(batch=lay_out(batch, problem)))
-    oracle = Oracle(case.candidate, PlacedProblem(bound, problem), case.result.outputs)
-    compared = case.compare(result, oracle.gradients, oracle)
-    return Checked(comparisons=tuple(one for one in compared if _is_robust(one.output, bound)))
+    """Logits of -1e4, or -inf, for ids that are no label give what the reference says.
+
+    Entropies are asked for with -1e4 alone.
+    """
+    bound = _suppressed(case)
+    found = [*called("with logits of -1e4", _compared_with(_LOWEST, bound, case))]
+    if _uses_only(_OF_LABELS, bound):
+        of_labels = (one for one in _compared_with(-torch.inf, bound, case) if _is_robust(one.output, bound))
+        found += called("with logits of -inf", of_labels)
+    return Checked(comparisons=tuple(found))
+
+
+def _compared_with(low: float, bound: BoundProblem, case: Case) -> Iterator[Comparison]:
+    """Yields the comparisons of a call in which the logits of the suppressed ids have this value.
+
+    Args:
+        low: the logit.
+        bound: the problem with suppressed ids.
+        case: the case of the problem itself.
+    """
+    batch = _with_low_logits(bound.batch, _suppressed_ids(case.problem), low)
+    result = case.whole(case.on_ranks(batch=lay_out(batch, case.problem)))
+    oracle = Oracle(case.candidate, PlacedProblem(bound, case.problem), case.result.outputs)
+    return case.compare(result, oracle.gradients, oracle)
 
 
 def _suppressed(case: Case) -> BoundProblem:
@@ -112,10 +151,10 @@ def _without_ids(batch: GlobalBatch, away: range) -> GlobalBatch:
     return replace(batch, fields={**batch.fields, **ids})
 
 
-def _is_of_labels(bound: BoundProblem) -> bool:
-    """Returns whether something is trained, and the loss has gradients only to ``_OF_LABELS``."""
+def _uses_only(values: frozenset[str], bound: BoundProblem) -> bool:
+    """Returns whether something is trained, and the loss has gradients only to these values."""
     trained = bool(bound.spec.trained_of(bound.batch.known).any())
-    return trained and _OF_LABELS.issuperset(bound.dense.loss_stage(bound.bound_spec).upstream)
+    return trained and values.issuperset(bound.dense.loss_stage(bound.bound_spec).upstream)
 
 
 def _is_robust(output: Output, bound: BoundProblem) -> bool:

@@ -11,6 +11,7 @@ from lossgate.cases.case import Case
 from lossgate.cases.rank_call import RankCall, RankOutputs
 from lossgate.judge.comparison import Comparison
 from lossgate.properties.registry import Checked, called, property
+from lossgate.properties.would_show import gradients, values
 
 
 @property(
@@ -18,6 +19,7 @@ from lossgate.properties.registry import Checked, called, property
     applies=lambda candidate: len(candidate.starts_at.leaves) > 1,
     fits=lambda case: len(case.bound.batch.leaves) > 1,
     runs=6,
+    mistakes=gradients("is lost"),
     remedy="look at ctx.needs_input_grad, and return None in place of a gradient that is not needed",
 )
 def frozen_inputs(case: Case) -> Checked:
@@ -59,18 +61,35 @@ class _Trained:
 
 @property(
     "no-grad",
+    runs=2,
+    mistakes=values("is lost"),
     remedy="compute gradients only in backward, or where torch.is_grad_enabled(), and write to no .grad",
 )
 def no_grad(case: Case) -> Checked:
-    """Under torch.no_grad() all outputs are right, and no input gets a gradient."""
-    by_rank = case.on_ranks(_without_grad)
-    with_gradient = dict.fromkeys(name for _, names in by_rank for name in names)
-    comparisons = case.judged([outputs for outputs, _ in by_rank], ())
-    return Checked(comparisons=comparisons, faults=tuple(f"{name} got a gradient" for name in with_gradient))
+    """Under torch.no_grad(), and if no input needs a gradient, all outputs are right. No input gets
+    a gradient.
+    """
+    comparisons, with_gradient = list[Comparison](), dict[str, None]()
+    for words, how in (("", _under_no_grad), ("if no input needs a gradient", _all_frozen)):
+        by_rank = case.on_ranks(how)
+        comparisons += called(words, case.judged([outputs for outputs, _ in by_rank], ()))
+        with_gradient |= dict.fromkeys(name for _, names in by_rank for name in names)
+    faults = tuple(f"{name} got a gradient" for name in with_gradient)
+    return Checked(comparisons=tuple(comparisons), faults=faults)
 
 
-def _without_grad(call: RankCall) -> tuple[RankOutputs, list[str]]:
+def _under_no_grad(call: RankCall) -> tuple[RankOutputs, list[str]]:
     with torch.no_grad():
-        outputs = call.forward(has_graph=False)
+        return _forward_alone(call)
+
+
+def _all_frozen(call: RankCall) -> tuple[RankOutputs, list[str]]:
+    """Calls a kernel with inputs that need no gradient, as in evaluation without no_grad()."""
+    call.replace(**{name: leaf.detach() for name, leaf in call.leaves.items()})
+    return _forward_alone(call)
+
+
+def _forward_alone(call: RankCall) -> tuple[RankOutputs, list[str]]:
+    outputs = call.forward(has_graph=False)
     with_gradient = [name for name, leaf in call.leaves.items() if leaf.grad is not None]
     return call.collect(outputs, leaves=()), with_gradient

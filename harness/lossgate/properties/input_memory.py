@@ -1,21 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """Properties of inputs: a kernel does not write to them, and takes other strides and int32 ids."""
 
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lossgate.cases.assemble import equal
-from lossgate.cases.case import Case
-from lossgate.cases.rank_call import RankCall, RankOutputs, plainly
+from lossgate.cases.case import Case, differing
+from lossgate.cases.rank_call import How, RankCall, RankOutputs, plainly
 from lossgate.judge.comparison import Comparison
 from lossgate.properties.registry import Checked, called, property
+from lossgate.properties.would_show import all_of, has_tokens, needing, trained_tokens
 from lossgate.worlds.base import RankRaised
+
+
+def _has_masked_label(case: Case) -> bool:
+    fields = case.placed.batch.fields
+    return bool(fields["labels"][~fields["mask"]].any())
+
+
+def _is_tempered(case: Case) -> bool:
+    return case.bound.bound_spec.temperature != 1
+
+
+def _may_be_tempered(case: Case) -> bool:
+    name = case.candidate.spec.temperature
+    return name is not None and case.candidate.supported(name) not in ((), (1.0,))
+
+
+def _trains_two_on_a_rank(case: Case) -> bool:
+    layout = case.problem.layout
+    return int(trained_tokens(case).sum()) > layout.dp * layout.cp
+
+
+def _trains_other_ids(case: Case) -> bool:
+    return bool(case.candidate.spec.ids_of(case.bound.batch.fields)[trained_tokens(case)].any())
 
 
 @property(
     "inputs-kept",
+    mistakes=all_of(
+        needing("labels of masked tokens are set to 0 in place", _has_masked_label, has_tokens),
+        needing("logits are divided by the temperature in place", _is_tempered, _may_be_tempered),
+    ),
     remedy="write to no tensor that was given: clone it, or use the operation without the trailing underscore",
 )
 def inputs_kept(case: Case) -> Checked:
@@ -42,51 +72,104 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 @property(
     "strided-inputs",
-    runs=2,
+    mistakes=needing("strides are ignored", _trains_two_on_a_rank, has_tokens),
+    runs=4,
     remedy="take strides into account, or call .contiguous() first",
 )
 def strided_inputs(case: Case) -> Checked:
-    """Inputs and upstream gradients in other strides give the same results, or raise an error."""
-    ways = {"with strided inputs": _strided}
+    """Inputs and upstream gradients in other strides, or from the middle of a larger tensor, give
+    the same results, or raise an error.
+    """
+    ways: dict[str, How[RankOutputs]] = {
+        "with strided inputs": _Laid(_spread),
+        "with inputs whose rows have gaps, as logits[:, :-1]": _Laid(_with_gaps),
+        "with inputs that begin within a larger tensor, as base[1:]": _Laid(_from_the_middle),
+    }
     if any(upstream.dim() for upstream in case.placed.batch.cotangents.values()):
         ways["with a strided upstream gradient"] = _strided_upstream
-    found = list[Comparison]()
+    found, faults = list[Comparison](), dict[str, None]()
     for words, way in ways.items():
         with suppress(RankRaised):  # it is refused
             found += called(words, case.judged(case.on_ranks(way)))
-    return Checked(comparisons=tuple(found))
+    if case.world.repeatable:
+        with suppress(RankRaised):
+            faults |= dict.fromkeys(name for names in case.on_ranks(_differing_if_expanded) for name in names)
+    return Checked(
+        comparisons=tuple(found),
+        faults=tuple(f"{name} has other bits if equal numbers are one that is expanded" for name in faults),
+    )
 
 
-def _strided(call: RankCall) -> RankOutputs:
-    call.replace(**{name: _spread(tensor) for name, tensor in call.tensors.items() if tensor.dim()})
-    return plainly(call)
+@dataclass(frozen=True)
+class _Laid:
+    """Calls a kernel with inputs that lie otherwise in memory."""
+
+    lay: Callable[[Tensor], Tensor]
+    """Returns the same numbers in other memory."""
+
+    def __call__(self, call: RankCall) -> RankOutputs:
+        call.replace(**{name: _put(tensor, self.lay) for name, tensor in call.tensors.items() if tensor.dim()})
+        return plainly(call)
 
 
 def _strided_upstream(call: RankCall) -> RankOutputs:
     outputs = call.forward()
     roots = call.roots(outputs)
-    upstream = [_spread(one) if one.dim() else one for one in call.upstreams(roots).values()]
+    upstream = [_put(one, _spread) if one.dim() else one for one in call.upstreams(roots).values()]
     torch.autograd.backward([*roots.values()], upstream)
     return call.collect(outputs)
 
 
-def _spread(tensor: Tensor) -> Tensor:
-    """Returns the same numbers in other strides.
-
-    A matrix lies in memory by columns, with a gap behind each. Any other tensor is every second
-    entry of a larger one.
+def _differing_if_expanded(call: RankCall) -> list[str]:
+    """Returns the names of the outputs that differ between two calls with the same numbers, which
+    are equal at all tokens. In the second call they are one number that is expanded, with a stride
+    of 0, as ``loss.sum().backward()`` gives to the losses of tokens.
     """
+    floats = {name: one for name, one in call.tensors.items() if one.dim() == 1 and one.is_floating_point()}
+    equal_numbers = {name: one.detach()[:1] for name, one in floats.items() if name not in call.leaves and len(one)}
+
+    def called_with(lay: Callable[[Tensor], Tensor]) -> RankOutputs:
+        own = call.again()
+        own.replace(**{name: lay(one.expand(len(floats[name]))) for name, one in equal_numbers.items()})
+        outputs = own.forward()
+        roots = own.roots(outputs)
+        torch.autograd.backward(
+            [*roots.values()], [lay(root.new_ones(()).expand(root.shape)) for root in roots.values()]
+        )
+        return own.collect(outputs)
+
+    return [str(output) for output in differing(called_with(Tensor.contiguous), called_with(lambda one: one))]
+
+
+def _put(tensor: Tensor, lay: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns the same numbers in the memory that ``lay`` makes for a tensor."""
     values = tensor.detach()
-    if tensor.dim() == 2:
-        rows, columns = tensor.shape
-        laid = values.new_zeros(columns, rows + 1).t()[:rows]
-    else:
-        laid = values.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])[..., ::2]
-    return laid.copy_(values).requires_grad_(tensor.requires_grad)
+    return lay(values).copy_(values).requires_grad_(tensor.requires_grad)
+
+
+def _spread(like: Tensor) -> Tensor:
+    """Returns a matrix that lies in memory by columns, with a gap behind each. Any other tensor is
+    every second entry of a larger one.
+    """
+    if like.dim() == 2:
+        rows, columns = like.shape
+        return like.new_zeros(columns, rows + 1).t()[:rows]
+    return like.new_zeros(*like.shape[:-1], 2 * like.shape[-1])[..., ::2]
+
+
+def _with_gaps(like: Tensor) -> Tensor:
+    """Returns a tensor whose last dim is contiguous, with a gap behind each row."""
+    return like.new_zeros(*like.shape[:-1], like.shape[-1] + 1)[..., :-1]
+
+
+def _from_the_middle(like: Tensor) -> Tensor:
+    """Returns a contiguous tensor that does not begin where its memory begins."""
+    return like.new_zeros(like.shape[0] + 1, *like.shape[1:])[1:]
 
 
 @property(
     "int32-ids",
+    mistakes=needing("ids in int32 are taken for 0", _trains_other_ids, has_tokens),
     applies=lambda candidate: candidate.tokens == "shard",
     remedy="call .long() on ids, or refuse other dtypes by an error",
 )

@@ -12,6 +12,7 @@ from lossgate.cases.case import Case
 from lossgate.cases.untrained import replaced, untrained
 from lossgate.problems.batch import GlobalBatch
 from lossgate.properties.registry import Checked, property
+from lossgate.properties.would_show import all_of, masked_token_counts, padding_counts
 from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec
@@ -32,6 +33,7 @@ leaves to change, and the sign of the changes."""
 
 @property(
     "masked-values",
+    mistakes=all_of(masked_token_counts, padding_counts),
     remedy="select before computing: torch.where(mask, x, 0.0), because 0 * inf is NaN",
 )
 def masked_values(case: Case) -> Checked:
@@ -44,6 +46,7 @@ def masked_values(case: Case) -> Checked:
 
 @property(
     "masked-nan",
+    mistakes=all_of(masked_token_counts, padding_counts),
     fits=lambda case: _with_nan(case.candidate.spec, case.placed.batch, _names(case), 1) is not case.placed.batch,
     remedy="select before computing: torch.where(mask, x, 0.0), because 0 * NaN is NaN",
 )
@@ -54,6 +57,7 @@ def masked_nan(case: Case) -> Checked:
 
 @property(
     "masked-ids",
+    mistakes=masked_token_counts,
     applies=lambda candidate: candidate.starts_at.has_logits,
     fits=lambda case: case.world.repeatable,
     remedy="set labels to a valid id where mask is false, before indexing with them",

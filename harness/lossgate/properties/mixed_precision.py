@@ -10,6 +10,7 @@ from lossgate.cases.oracle import Oracle
 from lossgate.cases.rank_call import RankCall, RankOutputs
 from lossgate.declaration.precision import Precision
 from lossgate.properties.registry import Checked, property
+from lossgate.properties.would_show import all_of, gradients, values
 
 _BFLOAT16 = "bfloat16"
 _STEP = 8
@@ -30,16 +31,21 @@ _COARSE = Precision(
 """The precision that is judged by: under autocast anything may be rounded to bfloat16."""
 
 
+def _coarse_judge(case: Case) -> Oracle:
+    coarse = replace(case.candidate, precision={**case.candidate.precision, _BFLOAT16: _COARSE})
+    return Oracle(coarse, case.placed, case.result.outputs)
+
+
 @property(
     "autocast",
+    mistakes=all_of(values("is halved", 0.5, _coarse_judge), gradients("is halved", 0.5, _coarse_judge)),
     fits=lambda case: case.problem.dtype == _BFLOAT16,
     remedy="decorate forward and backward with torch.amp.custom_fwd and custom_bwd, or turn autocast off inside",
 )
 def autocast(case: Case) -> Checked:
     """Under autocast to bfloat16 everything is right, up to rounding to bfloat16."""
     result = case.whole(case.on_ranks(_under_autocast))
-    coarse = replace(case.candidate, precision={**case.candidate.precision, _BFLOAT16: _COARSE})
-    oracle = Oracle(coarse, case.placed, result.outputs)
+    oracle = _coarse_judge(case)
     return Checked(comparisons=tuple(case.compare(result, oracle.gradients, oracle)))
 
 

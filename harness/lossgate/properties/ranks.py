@@ -20,6 +20,7 @@ from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem, ReductionOrder
 from lossgate.properties.registry import Checked, OwnMistake, property
+from lossgate.properties.would_show import all_of, needing, trained_tokens, values
 from lossgate.specs.outputs import LOSS, gradient_output
 from lossgate.worlds.base import RankContext, T, Task, World
 
@@ -188,6 +189,7 @@ class _Each(Generic[T]):
 
 @property(
     "other-padding",
+    mistakes=values("hangs on the padding"),
     applies=lambda candidate: candidate.starts_at.gives == "token",
     remedy="let padding take no part, wherever the chunks of a loop begin and end",
 )
@@ -199,7 +201,7 @@ def other_padding(case: Case) -> Checked:
 
 @property(
     "reduction-order",
-    fits=lambda case: case.world.repeatable and case.problem.layout.ranks > 1,
+    fits=lambda case: case.world.repeatable and case.problem.layout.ranks > 2,  # two numbers have one sum
     remedy="add up in float32, or finer, before rounding",
     of_ranks=True,
 )
@@ -210,8 +212,30 @@ def reduction_order(case: Case) -> Checked:
     return Checked(comparisons=case.judged(case.on_ranks(order=other)))
 
 
+def _rank_to_idle(case: Case) -> int:
+    return case.problem.seed % len(case.placed.partition.real_token_shards)
+
+
+def _idles(first: bool) -> Callable[[Case], bool]:
+    """Returns whether the first rank, or another, has trained tokens to lose, while others keep
+    theirs.
+    """
+
+    def check(case: Case) -> bool:
+        rank, shards = _rank_to_idle(case), case.placed.partition.real_token_shards
+        trained = trained_tokens(case)
+        of_ranks = [bool(trained[shard].any()) for shard in shards]
+        return (rank == 0) == first and of_ranks[rank] and any(of_ranks[:rank] + of_ranks[rank + 1 :])
+
+    return check
+
+
 @property(
     "idle-rank",
+    mistakes=all_of(
+        needing("the first rank must train something", _idles(first=True)),
+        needing("every rank but the first must train something", _idles(first=False)),
+    ),
     applies=lambda candidate: "dp" in candidate.axes or "cp" in candidate.axes,
     fits=lambda case: case.problem.layout.dp * case.problem.layout.cp > 1,
     remedy="take part in every collective, with zeros, also where a rank has nothing to train",
@@ -220,7 +244,7 @@ def reduction_order(case: Case) -> Checked:
 def idle_rank(case: Case) -> Checked:
     """A rank with nothing to train does not disturb the others."""
     partition = case.placed.partition
-    rank = case.problem.seed % len(partition.real_token_shards)
+    rank = _rank_to_idle(case)
     name = f"idle rank {rank} of {partition.layout} {partition.padded_lengths}"
     return Checked(comparisons=case.varied(name, lambda batch: _idle(batch, partition, rank)).comparisons)
 

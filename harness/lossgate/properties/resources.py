@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds a kernel to the memory and traffic that it declares, on problems with many logits."""
+"""Holds a kernel to the memory and traffic that it declares, and to keep no memory from calls."""
 
+import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 from lossgate.base.errors import CandidateError, UsageError
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.materialize import lay_out
+from lossgate.cases.rank_call import RankCall
 from lossgate.declaration.candidate import Candidate
 from lossgate.numerics.float_formats import TORCH_DTYPES
-from lossgate.observe import Use, observe
+from lossgate.observe import MemoryWatch, Use, observe
 from lossgate.problems.problem import Problem
 from lossgate.properties.registry import Checked, Resources, property
 
@@ -42,6 +45,43 @@ def budgets(case: Case) -> Checked:
     bound = case.bound.derived(f"demanding {problem.to_json()}", lambda: BoundProblem(case.candidate.spec, problem))
     use = observe(Case(case.candidate, problem, case.world, bound), lay_out(bound.unmasked, problem))
     return Checked(faults=tuple(_over(use, case.candidate, problem)), resources=_resources(use, case, problem))
+
+
+_CALLS = 4
+"""A kernel may keep something of its last call or two, such as a workspace."""
+
+
+@property(
+    "no-leaks",
+    runs=_CALLS,
+    remedy="keep no graph from call to call: detach what is kept, and keep only so much",
+)
+def no_leaks(case: Case) -> Checked:
+    """Equal calls do not each leave more tensors alive."""
+    most = max(case.on_ranks(_left_by_each_call))
+    if not most:
+        return Checked()
+    return Checked(faults=(f"each call leaves {most:,} more bytes of tensors alive, in {_CALLS} equal calls",))
+
+
+def _left_by_each_call(call: RankCall) -> int:
+    """Returns the bytes of tensors that the last call left alive; 0 unless each call but the first
+    left some.
+    """
+    watch, alive = MemoryWatch(), list[int]()
+    for _ in range(_CALLS):
+        _call_within(watch, call.again())
+        alive.append(watch.alive)
+    left = [after - before for before, after in pairwise(alive)]
+    if min(left) > 0:
+        gc.collect()  # what only the collector of cycles frees is not kept
+    return left[-1] if min(left) > 0 and watch.alive > alive[1] else 0
+
+
+def _call_within(watch: MemoryWatch, call: RankCall) -> None:
+    with watch.during("forward"):
+        outputs = call.forward()
+        call.backward(outputs)
 
 
 def demanding_problem(case: Case) -> Problem:

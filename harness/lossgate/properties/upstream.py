@@ -8,6 +8,7 @@ import torch
 from lossgate.cases.case import Case
 from lossgate.cases.rank_call import RankCall, RankOutputs
 from lossgate.properties.registry import Checked, property
+from lossgate.properties.would_show import gradients
 
 _FACTOR = -2.0
 """It is exact in every dtype. Problems in float16 leave room for it."""
@@ -31,6 +32,7 @@ class _MultipliedBy:
 
 @property(
     "upstream-scaled",
+    mistakes=gradients("does not hang on the upstream gradient", 1 / _FACTOR),
     remedy="multiply what backward computes by the upstream gradient, whatever its sign and size",
 )
 def upstream_scaled(case: Case) -> Checked:
@@ -40,6 +42,7 @@ def upstream_scaled(case: Case) -> Checked:
 
 @property(
     "upstream-one",
+    mistakes=gradients("is lost for an upstream gradient of 1"),
     applies=lambda candidate: candidate.differentiable == ("loss",),
     fits=lambda case: case.world.repeatable and not _rounds_to_float16(case),
     runs=2,
@@ -85,6 +88,7 @@ class _Of:
 
 @property(
     "upstream-zero",
+    mistakes=gradients("does not hang on the upstream gradient"),
     remedy="multiply by the upstream gradient last, and divide by nothing that comes from it",
 )
 def upstream_zero(case: Case) -> Checked:

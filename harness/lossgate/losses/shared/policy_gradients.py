@@ -23,6 +23,10 @@ Span = tuple[float, float]
 NEAR: Sequence[Span] = ((-0.3, -0.1), (0.1, 0.3))
 """Spans of small log-ratios. They are not so close to 0 that their squares are lost in rounding."""
 
+OVERFLOW: Span = (850.0, 900.0)
+"""A span of log-ratios whose ratio is infinite, also in float64, in which references compute, and
+also if it is multiplied by one of ``UNDERFLOW``."""
+
 UNDERFLOW: Sequence[Span] = ((-40.0, -20.0), (-110.0, -95.0))
 """Spans of log-ratios whose ratio is almost 0, or 0 in float32."""
 
