@@ -145,6 +145,17 @@ class _Workspace:
         return _Backward.apply(loss, lambda gradient: gradient * (self._kept[key] / own))  # type: ignore[return-value]
 
 
+class _RunningTotal:
+    """Adds up the losses of all calls, with their graphs."""
+
+    def __init__(self) -> None:
+        self._total: Any = 0.0
+
+    def __call__(self, inputs: Any, loss: Tensor) -> Tensor:
+        self._total = self._total + loss
+        return loss
+
+
 class _LastSize:
     """Lets a call be a little off if the one before it had twice as many tokens."""
 
@@ -389,6 +400,11 @@ PROPERTY_BUGS: Mapping[str, PropertyBug] = {
         "logits three times",
         "backward keeps three copies of the logits",
         _instead(lambda inputs, loss: loss + 0.0 * torch.cat([inputs.logits] * 3).clamp(-1.0, 1.0).sum()),
+    ),
+    "no-leaks": _bug(
+        "running total",
+        "the losses of all calls are added up, with their graphs",
+        _instead(_RunningTotal()),
     ),
     "nothing-trained": _bug(
         "divides by 0",

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from lossgate.adequacy import store
 from lossgate.adequacy.entry import Entry, KeptEntries, Placed
 from lossgate.adequacy.entry_drawer import EntryDrawer, by_target, target_for, target_of
-from lossgate.adequacy.kills import UNCHANGED, equivalent_mutants
-from lossgate.adequacy.option_mutants import near_mutants, option_mutants
+from lossgate.adequacy.kills import UNCHANGED, changes, equivalent_mutants
+from lossgate.adequacy.option_mutants import NEAREST, near_mutants, option_mutants
 from lossgate.adequacy.set_cover import required_goals
 from lossgate.base.layout import Layout
 from lossgate.base.shape import Shape
@@ -31,6 +31,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.losses import SPECS
 from lossgate.problems.partition import VocabSplit
 from lossgate.problems.problem import Problem
+from lossgate.specs.coverage_goals import BIAS_GOALS
 from lossgate.specs.sharding_goals import SHARDING_GOALS, covered_sharding_goals, may_reach
 from lossgate.specs.spec import Spec
 
@@ -48,6 +49,9 @@ asking is slow."""
 WANTED = 4
 """The most problems that a cell runs in each round for one mutant or goal."""
 
+
+_OF_BRANCHES = frozenset((*BIAS_GOALS, "masked token", "padding between sequences"))
+"""Situations in which kernels take other branches than in others."""
 
 T = TypeVar("T")
 
@@ -71,6 +75,7 @@ class Deck:
         self._drawn_for = Counter[str]()
         self._fitted: dict[str, Entry] = {}
         self._known = dict[str, Any]()
+        self._acting: dict[int, tuple[Entry, frozenset[str]]] = {}
 
     def once(
         self,
@@ -228,6 +233,19 @@ class Deck:
             good: whether a problem is.
         """
         return self._seek(what, what, good, target, declared=declared, of="all")
+
+    def branches(self, placed: Placed) -> frozenset[str]:
+        """Returns the choices of options that change something on a problem, and the situations in
+        which kernels take other branches. There are none if nothing is trained.
+        """
+        entry = placed.entry
+        if not entry.bound.trained.sequence.size:
+            return frozenset()
+        if id(entry) not in self._acting:
+            changed = changes(self.mutants.values(), entry.bound)
+            acting = frozenset(mutant.choice for mutant, change in changed.items() if change > NEAREST)
+            self._acting[id(entry)] = entry, acting  # the entry is kept, so that no other gets its id
+        return self._acting[id(entry)][1] | _OF_BRANCHES.intersection(placed.goals)
 
     def drawn_for(self, goal: str, layout: Layout) -> int:
         """Returns how many problems were drawn for a goal, on any layout or on this one."""

@@ -34,8 +34,6 @@ _FEW_TOKENS = 256
 """The most tokens of a problem. Properties call a kernel dozens of times, and longer problems would
 take most of a cell's time.
 """
-_PROBES = 4
-"""The number of problems that all properties share. Their plain call is made once for all."""
 
 
 @dataclass(frozen=True)
@@ -121,17 +119,20 @@ class Catalogue:
     def _chosen(self, check: _Check) -> Iterator[Placed]:
         """Yields the problems on which a property is checked. The caller adds to ``check.cases``.
 
-        First come problems that would show one of the property's own mistakes that no problem
-        before would show. Problems that were tried come before new ones, which are tried for
-        agreement now. If these are too few, others follow; those that may show a mistake come
-        before the rest.
+        First come a few problems in which every option takes each of its choices, because a kernel
+        may break the property in one branch alone. Then come problems that would show one of the
+        property's own mistakes that no problem before would show. Problems that were tried come
+        before new ones, which are tried for agreement now. If these are too few, others follow;
+        those that may show a mistake come before the rest.
         """
-        others = list[Placed]()
-        for placed in self._in_turn(check.held_to):
+        others = list(self._tried)
+        for placed in self._of_all_branches(others, check.held_to):
+            self._shows_more(placed, check)
+            yield placed
+        for placed in list(others):
             if self._shows_more(placed, check):
+                others.remove(placed)
                 yield placed
-            else:
-                others.append(placed)
         for placed in self._not_run(check):
             if not self._search.run_also(placed):
                 return
@@ -143,6 +144,20 @@ class Catalogue:
             if len(check.cases) >= self._settings.property_problems:
                 return
             yield placed
+
+    def _of_all_branches(self, left: list[Placed], held_to: Property) -> Iterator[Placed]:
+        """Yields a few problems that together have all branches of all: a greedy set cover. It
+        removes them from the list, and those that say nothing about the property.
+        """
+        missing = set[str]().union(*map(self._search.branches, left))
+        while missing and left:
+            most = max(left, key=lambda one: len(missing & self._search.branches(one)))
+            left.remove(most)
+            if not missing & self._search.branches(most):
+                return
+            if held_to.fits(self._case(most)):
+                missing -= self._search.branches(most)
+                yield most
 
     def _not_run(self, check: _Check) -> Iterator[Placed]:
         """Yields problems that were not run and may show a mistake that no problem shows so far.
@@ -176,10 +191,6 @@ class Catalogue:
             return True
         return Said.SHOWN in check.said[-1].values()
 
-    def _in_turn(self, held_to: Property) -> list[Placed]:
-        """Returns the problems to try. The shared ones come first, rotated for each property."""
-        return [*_starting_at(held_to.name, self._tried[:_PROBES]), *self._tried[_PROBES:]]
-
     def _case(self, placed: Placed) -> Case:
         """Returns the case of a problem. It is made once, because it keeps its plain call."""
         if id(placed) not in self._cases:
@@ -203,8 +214,8 @@ class Catalogue:
 
 
 def _starting_at(name: str, placed: Sequence[Placed]) -> list[Placed]:
-    """Rotates a list of problems by a number that depends on a name, so that cells and properties
-    take different problems.
+    """Rotates a list of problems by a number that depends on a name, so that cells take different
+    problems.
     """
     start = crc32(name.encode()) % len(placed) if placed else 0
     return [*placed[start:], *placed[:start]]

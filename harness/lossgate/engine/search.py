@@ -233,6 +233,10 @@ class Search(Trials):
         entries = self._deck.sought(purpose, declaration, target, is_good_anywhere)
         yield from filter(good, self._on_layout(entries))
 
+    def branches(self, placed: Placed) -> frozenset[str]:
+        """See ``Deck.branches``."""
+        return self._deck.branches(placed)
+
     def run_also(self, placed: Placed) -> bool:
         """Runs one more problem, and returns whether the candidate agrees on it."""
         self._run_all([placed])

@@ -165,7 +165,8 @@ def _described(error: Exception) -> tuple[Kind, str]:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return "waits", f"{error.func}"
     message = str(error).splitlines()[0] if str(error) else type(error).__name__
-    mixed = type(error).__name__ == "FakeTensorDeviceMismatchError"
+    # Some operations look for themselves, and raise a plain RuntimeError.
+    mixed = type(error).__name__ == "FakeTensorDeviceMismatchError" or "same device" in message
     return "mixed devices" if mixed else "other", message
 
 

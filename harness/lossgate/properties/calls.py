@@ -17,6 +17,7 @@ from lossgate.cases.materialize import lay_out
 from lossgate.cases.rank_call import RankCall, RankOutputs, plainly
 from lossgate.declaration.candidate import Outputs
 from lossgate.problems.batch import GlobalBatch
+from lossgate.problems.problem import Problem
 from lossgate.properties.registry import Checked, called, property
 from lossgate.properties.would_show import all_of, gradients, masked_token_counts, values
 
@@ -33,7 +34,18 @@ if the second call overwrites the gradient of the first. -2 and 1 - 2 are exact 
 )
 def same_call_twice(case: Case) -> Checked:
     """Another call between forward and backward, or between two equal calls, changes nothing."""
-    return _in_between(case, case.placed.batch, "other numbers")
+    other = _of_equal_sizes(case.problem)
+    return _in_between(case, lay_out(BoundProblem(case.candidate.spec, other).unmasked, other), "other numbers")
+
+
+def _of_equal_sizes(problem: Problem) -> Problem:
+    """Returns a problem with other numbers, and with the sequences in the opposite order if each
+    rank then has as many tokens as before.
+    """
+    other = replace(problem, seed=problem.seed + 1)
+    turned = replace(other, lengths=other.lengths[::-1], masks=other.masks[::-1], forced_labels=(), outliers=())
+    own, others = ([len(shard) for shard in one.partition.token_shards.values()] for one in (problem, turned))
+    return turned if own == others else other
 
 
 @property(
@@ -69,9 +81,8 @@ def _in_between(case: Case, other: GlobalBatch, other_what: str) -> Checked:
 
 @dataclass(frozen=True)
 class _Around:
-    """Calls a kernel with another call between forward and backward, and then once more.
-
-    The other call has another batch, or the same batch with other numbers.
+    """Calls a kernel with a call of another batch between forward and backward, and then once
+    more.
     """
 
     batch: GlobalBatch

@@ -21,7 +21,7 @@ from lossgate.judge.comparison import Comparison
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Dims
 from lossgate.problems.problem import Problem
-from lossgate.properties.registry import Checked, property
+from lossgate.properties.registry import Checked, called, property
 from lossgate.properties.would_show import gradients, needing, trained_tokens, values
 from lossgate.specs.outputs import Output
 
@@ -160,37 +160,50 @@ def _select(tensor: Tensor, dims: Dims, order: Mapping[str, Tensor]) -> Tensor:
 
 @property(
     "temperature",
-    mistakes=gradients("is lost at a high temperature"),
+    mistakes=gradients("is lost at other temperatures"),
     applies=lambda candidate: candidate.starts_at.has_logits and candidate.spec.temperature is not None,
-    fits=lambda case: _hotter(case) is not None and case.bound.bound_spec.softcap is None,
+    fits=lambda case: bool(_factors(case)) and case.bound.bound_spec.softcap is None,
+    runs=2,
     remedy="divide the logits by the temperature, once, and their gradient by it, once",
 )
 def temperature(case: Case) -> Checked:
-    """Twice the logits at twice the temperature give the same results."""
-    options, batch = _hotter(case), case.bound.batch
-    assert options is not None
-    doubled = {name: leaf if name == "weight" else leaf * 2 for name, leaf in batch.leaves.items()}
-    changed = replace(batch, leaves=doubled)
-    kept = case.kept(_rescaled(_reference(case, changed, options)))
-    result = case.whole(case.on_ranks(batch=lay_out(changed, case.problem), options=options))
-    return Checked(comparisons=case.judged(replace(result, outputs=_rescaled(result.outputs)), among=kept))
+    """Logits and a temperature that are 8 times as large, or an eighth, give the same results."""
+    found = list[Comparison]()
+    for factor in _factors(case):
+        options, batch = _at(factor, case), case.bound.batch
+        larger = {name: leaf if name == "weight" else leaf * factor for name, leaf in batch.leaves.items()}
+        changed = replace(batch, leaves=larger)
+        kept = case.kept(_rescaled(_reference(case, changed, options), factor))
+        result = case.whole(case.on_ranks(batch=lay_out(changed, case.problem), options=options))
+        result = replace(result, outputs=_rescaled(result.outputs, factor))
+        found += called(f"with logits and temperature times {factor:g}", case.judged(result, among=kept))
+    return Checked(comparisons=tuple(found))
 
 
-def _rescaled(outputs: Mapping[Output, Tensor]) -> dict[Output, Tensor]:
-    """Doubles the gradients of the doubled leaves, which are half as large as before."""
-    halved = {output for output in outputs if output.kind == "gradient" and output.name != "weight"}
-    return {output: whole * 2 if output in halved else whole for output, whole in outputs.items()}
+_FACTORS = (8.0, 0.125)
+"""Powers of two, which round nothing. They lead out of the temperatures that problems draw."""
 
 
-def _hotter(case: Case) -> dict[str, Any] | None:
-    """Returns the options at twice the temperature; None if the candidate does not support them."""
-    spec, given = case.candidate.spec, case.problem.options
-    name = spec.temperature
+def _factors(case: Case) -> list[float]:
+    """Returns the factors of the temperature that the candidate supports."""
+    spec, name = case.candidate.spec, case.candidate.spec.temperature
     if name is None or case.candidate.supported(name) is not ANY:
-        return None
-    hotter = {**given, name: 2.0 * case.bound.bound_spec.temperature}
-    allowed = next(option for option in spec.options if option.name == name).allows(hotter[name])
-    return hotter if allowed and not spec.conflict(hotter) else None
+        return []
+    option = next(option for option in spec.options if option.name == name)
+    exact = _FACTORS if case.problem.dtype != "float16" else ()  # it would overflow, or underflow
+    found = [(factor, _at(factor, case)) for factor in exact]
+    return [factor for factor, options in found if option.allows(options[name]) and not spec.conflict(options)]
+
+
+def _at(factor: float, case: Case) -> dict[str, Any]:
+    """Returns the options at so many times the temperature."""
+    return {**case.problem.options, str(case.candidate.spec.temperature): factor * case.bound.bound_spec.temperature}
+
+
+def _rescaled(outputs: Mapping[Output, Tensor], factor: float) -> dict[Output, Tensor]:
+    """Multiplies the gradients of the leaves that were multiplied. They are so much smaller."""
+    smaller = {output for output in outputs if output.kind == "gradient" and output.name != "weight"}
+    return {output: whole * factor if output in smaller else whole for output, whole in outputs.items()}
 
 
 def _reference(case: Case, batch: GlobalBatch, options: Mapping[str, Any]) -> Mapping[Output, Tensor]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Properties of inputs: a kernel does not write to them, and takes other strides and int32 ids."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -55,19 +55,26 @@ def inputs_kept(case: Case) -> Checked:
 
 
 def _names_of_changed(call: RankCall) -> list[str]:
+    before = {name: one.detach().clone() for name, one in call.tensors.items()}
     outputs = call.forward()
+    changed = _changed(call.tensors, before)  # backward may put back what forward changed
     roots = call.roots(outputs)
     upstream = call.upstreams(roots)
     gradients = {f"the upstream gradient of {name}": one for name, one in upstream.items()}
-    given = {**call.tensors, **gradients}
-    inputs = call.again().tensors  # made anew, because forward may have written to those of the call
-    before = {**inputs, **{name: one.clone() for name, one in gradients.items()}}
+    before |= {name: one.clone() for name, one in gradients.items()}
     torch.autograd.backward([*roots.values()], [*upstream.values()])
+    return [*dict.fromkeys((*changed, *_changed({**call.tensors, **gradients}, before)))]
+
+
+def _changed(given: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> list[str]:
     return [name for name, tensor in given.items() if not _same(tensor, before[name])]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and equal(one, other)
+
+
+_WRONG = 97.0
 
 
 @property(
@@ -149,22 +156,27 @@ def _put(tensor: Tensor, lay: Callable[[Tensor], Tensor]) -> Tensor:
 
 def _spread(like: Tensor) -> Tensor:
     """Returns a matrix that lies in memory by columns, with a gap behind each. Any other tensor is
-    every second entry of a larger one.
+    every third entry of a larger one.
     """
     if like.dim() == 2:
         rows, columns = like.shape
-        return like.new_zeros(columns, rows + 1).t()[:rows]
-    return like.new_zeros(*like.shape[:-1], 2 * like.shape[-1])[..., ::2]
+        return _filled(like, columns, rows + 1).t()[:rows]
+    return _filled(like, *like.shape[:-1], 3 * like.shape[-1])[..., ::3]
 
 
 def _with_gaps(like: Tensor) -> Tensor:
     """Returns a tensor whose last dim is contiguous, with a gap behind each row."""
-    return like.new_zeros(*like.shape[:-1], like.shape[-1] + 1)[..., :-1]
+    return _filled(like, *like.shape[:-1], like.shape[-1] + 1)[..., :-1]
 
 
 def _from_the_middle(like: Tensor) -> Tensor:
     """Returns a contiguous tensor that does not begin where its memory begins."""
-    return like.new_zeros(like.shape[0] + 1, *like.shape[1:])[1:]
+    return _filled(like, like.shape[0] + 1, *like.shape[1:])[1:]
+
+
+def _filled(like: Tensor, *shape: int) -> Tensor:
+    """Returns a tensor of numbers that are wrong wherever they are read."""
+    return like.new_full(shape, _WRONG if like.is_floating_point() else 1)
 
 
 @property(

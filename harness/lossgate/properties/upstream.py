@@ -7,11 +7,13 @@ import torch
 
 from lossgate.cases.case import Case
 from lossgate.cases.rank_call import RankCall, RankOutputs
-from lossgate.properties.registry import Checked, property
+from lossgate.judge.comparison import Comparison
+from lossgate.properties.registry import Checked, called, property
 from lossgate.properties.would_show import gradients
 
-_FACTOR = -2.0
-"""It is exact in every dtype. Problems in float16 leave room for it."""
+_FACTORS = (-2.0, 4096.0)
+"""They are exact in every dtype. Problems in float16 leave room for the first. The scale of mixed
+precision training is as large as the second."""
 _UNDERFLOW = 1e-30
 """Smaller differences may come from numbers below the least normal number of float32, which round
 differently when they are doubled."""
@@ -32,12 +34,20 @@ class _MultipliedBy:
 
 @property(
     "upstream-scaled",
-    mistakes=gradients("does not hang on the upstream gradient", 1 / _FACTOR),
+    runs=2,
+    mistakes=gradients("does not hang on the upstream gradient", 1 / _FACTORS[0]),
     remedy="multiply what backward computes by the upstream gradient, whatever its sign and size",
 )
 def upstream_scaled(case: Case) -> Checked:
-    """Gradients are linear in the upstream gradient: -2 times it gives -2 times them."""
-    return Checked(comparisons=case.judged(case.on_ranks(_MultipliedBy(_FACTOR, divided_by=_FACTOR))))
+    """Gradients are linear in the upstream gradient: -2 times it gives -2 times them.
+
+    So does 4096 times it, unless something is rounded to float16.
+    """
+    found = list[Comparison]()
+    for factor in _FACTORS[:1] if _rounds_to_float16(case) else _FACTORS:
+        result = case.on_ranks(_MultipliedBy(factor, divided_by=factor))
+        found += called(f"with {factor:g} times the upstream gradient", case.judged(result))
+    return Checked(comparisons=tuple(found))
 
 
 @property(

@@ -8,6 +8,7 @@ masked tokens disturb nothing. Such problems hide what a property is there to fi
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from lossgate.cases.case import Case
@@ -106,13 +107,20 @@ def has_tokens(case: Case) -> bool:
     return case.candidate.starts_at.gives == "token" and bool(trained_tokens(case).any())
 
 
-def _has_masked(case: Case) -> bool:
-    return not bool(case.bound.batch.fields["mask"].all())
+def _has_masked_before_trained(case: Case) -> bool:
+    """Returns whether a masked token comes before a trained one of its sequence. The last token of
+    every sequence is masked, and shows less.
+    """
+    fields, trained = case.bound.batch.fields, trained_tokens(case)
+    last = torch.full((len(case.problem.lengths),), -1)
+    last[fields["sequence"][trained]] = trained.nonzero().squeeze(1)  # in order, so that the last one stays
+    numbers = torch.arange(len(trained))
+    return bool((~fields["mask"] & (numbers < last[fields["sequence"]])).any())
 
 
 def _has_padding(case: Case) -> bool:
     return case.placed.partition.tokens > case.problem.tokens
 
 
-masked_token_counts = needing("a masked token counts", _has_masked, has_tokens)
+masked_token_counts = needing("a masked token counts", _has_masked_before_trained, has_tokens)
 padding_counts = needing("padding counts", _has_padding, has_tokens)
