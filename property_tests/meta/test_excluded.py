@@ -238,6 +238,18 @@ def test_who_excludes_too_much_is_inconclusive() -> None:
     assert "loss_fn=dapo as cispo" in found.reasons[0]
 
 
+def test_options_that_only_excluded_problems_tell_apart_are_not_verified() -> None:
+    """If the reference policy is always the policy, every penalty is 0, whatever its weight."""
+    equal = Excluded("near", "far", because="so")
+    found = verify(declared(reference=equal, beta=lossgate.ANY))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "computes beta=0.05 as 0.0" in found.reasons[0]
+    assert (
+        "without what supports excludes, reference far and reference near: exclude less, or drop beta"
+        in (found.reasons[0])
+    )
+
+
 def test_a_problem_that_a_candidate_is_not_given_is_refused() -> None:
     problem = Draws(declared(), "float32", "some", 1).all()[0]
     with pytest.raises(UsageError, match=r"'kernel' declares that it is never given advantages_per 'token', but the"):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advice for inconclusive verdicts: how many problems are enough, or what would help instead."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import ceil, isfinite
 
+from lossgate.base.spelling import in_a_row
 from lossgate.cases.case import Case
 from lossgate.diagnosis.coarser_precision import Coarser, in_one_stage, in_several_stages
 from lossgate.engine.case_result import CaseResult, run_case
@@ -88,6 +89,19 @@ def to_kill(tried: Sequence[Tried], problems: int, option: str) -> str:
             f"differ, {drop}"
         )
     return f"{given} of {problems} problems have this choice; raise --examples to about {_rounded_up(needed)}, {drop}"
+
+
+def to_show_without(excluded: Iterable[str], option: str) -> str:
+    """Returns advice on surviving mutants that only problems show that the candidate excludes.
+
+    Args:
+        excluded: the scenarios and choices that it excludes, such as "reference near".
+        option: the name of the option.
+    """
+    return (
+        f"no problem shows the difference without what supports excludes, {in_a_row(sorted(excluded))}: exclude less, "
+        f"or drop {option} from supports"
+    )
 
 
 def _why_more_hardly_help(tried: Tried) -> str:

@@ -115,6 +115,9 @@ class CellRun:
     equivalent: Collection[str] = ()
     """Option mutants that changed nothing on any problem that the candidate can be given. They need
     not be killed."""
+    hidden_by_exclusions: Collection[str] = ()
+    """Option mutants that change nothing on those problems alone. They must be killed: the
+    candidate says that it supports the option."""
     tried: Mapping[OptionMutant, Tried] = field(default_factory=dict)
     """How close the problems came to killing each surviving mutant. It is empty unless the cell is
     inconclusive."""

@@ -123,6 +123,7 @@ def _run_so_far(
         seconds=perf_counter() - start,
         surviving=search.still_to_kill,
         equivalent=search.equivalent.intersection(search.surviving),
+        hidden_by_exclusions=search.hidden_by_exclusions,
         tried=search.tried_on_survivors() if advises else {},
         not_distinguished=search.not_distinguished,
         drawn=search.drawn_for_goals if advises else {},

@@ -6,6 +6,7 @@ The search chooses problems from a deck, which all layouts share. ``trials`` run
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from random import Random
 from time import process_time
 
@@ -77,6 +78,17 @@ class Search(Trials):
             if with_choice is not None and mutant.mutate(with_choice) is not None:
                 return True
         return False
+
+    @cached_property
+    def hidden_by_exclusions(self) -> frozenset[str]:
+        """The mutants that change nothing only because the candidate excludes problems on which they
+        would.
+        """
+        candidate, equivalent = self.cell.candidate, self._deck.equivalent
+        if not candidate.excludes or not equivalent:
+            return frozenset()
+        everything = deck_of(replace(candidate, excludes={}), self.cell.dtype, self.settings.seed)
+        return equivalent - everything.equivalent
 
     @property
     def drawn_for_goals(self) -> dict[str, int]:
@@ -166,7 +178,7 @@ class Search(Trials):
         chance = Random(f"{round_} {self._deck.key} {self.cell.layout}")
         if not self.cell.property.needs_adequacy:
             return chance, []
-        self.equivalent = self._deck.equivalent
+        self.equivalent = self._deck.equivalent - self.hidden_by_exclusions
         large = self._large(self._deck.large, chance) if round_ == 0 else []
         return chance, large
 
@@ -193,7 +205,7 @@ class Search(Trials):
 
     def fill_gaps(self, round_: int) -> None:
         """Runs problems that may kill survivors or reach missing goals, until one fails."""
-        for name in sorted(self.still_to_kill):
+        for name in sorted(self.still_to_kill.keys() - self.hidden_by_exclusions):
             if name in self.surviving and self.failure is None:
                 self._kill(name, round_)
         for goal in sorted(self.missing_goals):

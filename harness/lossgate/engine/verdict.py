@@ -8,7 +8,7 @@ from lossgate.adequacy.known_mistakes import MistakesShown
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.base.spelling import counted
 from lossgate.declaration.candidate import KnownFailure
-from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach
+from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach, to_show_without
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, CellRun
 from lossgate.engine.cell_record import PropertyRecord, Verdict
@@ -202,10 +202,14 @@ def _survivors(run: CellRun) -> Iterator[str]:
     for mutants in by_choice.values():
         tried = [run.tried[mutant] for mutant in mutants if mutant in run.tried]
         option, values = mutants[0].option, mutants[0].values
+        if any(str(one) in run.hidden_by_exclusions for one in mutants):
+            advice = to_show_without(run.cell.candidate.exclusions, option)
+        else:
+            advice = to_kill(tried, len(run.cases), option)
         taken_for = (f"{one.other} (in {'a value' if one.side == 'value' else 'a gradient'})" for one in mutants)
         yield (
             f"a kernel that computes {option}={_shortened(values)} as {', '.join(taken_for)} would have passed every "
-            f"problem; {to_kill(tried, len(run.cases), option)}"
+            f"problem; {advice}"
         )
 
 

@@ -167,7 +167,9 @@ def _select(tensor: Tensor, dims: Dims, order: Mapping[str, Tensor]) -> Tensor:
     remedy="divide the logits by the temperature, once, and their gradient by it, once",
 )
 def temperature(case: Case) -> Checked:
-    """Logits and a temperature that are 8 times as large, or an eighth, give the same results."""
+    """Logits and a temperature that are both doubled, or halved, several times give the same
+    results.
+    """
     found = list[Comparison]()
     for factor in _factors(case):
         options, batch = _at(factor, case), case.bound.batch
@@ -180,19 +182,27 @@ def temperature(case: Case) -> Checked:
     return Checked(comparisons=tuple(found))
 
 
-_FACTORS = (8.0, 0.125)
-"""Powers of two, which round nothing. They lead out of the temperatures that problems draw."""
+_DOUBLINGS = 6
 
 
 def _factors(case: Case) -> list[float]:
-    """Returns the factors of the temperature that the candidate supports."""
+    """Returns the powers of two, which round nothing, that lead nearest to each end of the
+    temperatures that the candidate supports.
+    """
     spec, name = case.candidate.spec, case.candidate.spec.temperature
     if name is None or case.candidate.supported(name) is not ANY:
         return []
     option = next(option for option in spec.options if option.name == name)
-    exact = _FACTORS if case.problem.dtype != "float16" else ()  # it would overflow, or underflow
-    found = [(factor, _at(factor, case)) for factor in exact]
-    return [factor for factor, options in found if option.allows(options[name]) and not spec.conflict(options)]
+
+    def is_allowed(factor: float) -> bool:
+        options = _at(factor, case)
+        return option.allows(options[name]) and not spec.conflict(options)
+
+    halved = 0 if case.problem.dtype == "float16" else _DOUBLINGS  # small numbers of float16 do not halve exactly
+    doubled = 1 if case.problem.dtype == "float16" else _DOUBLINGS  # and it has room for twice as much
+    larger = [2.0**n for n in range(1, doubled + 1) if is_allowed(2.0**n)]
+    smaller = [0.5**n for n in range(1, halved + 1) if is_allowed(0.5**n)]
+    return [*larger[-1:], *smaller[-1:]]
 
 
 def _at(factor: float, case: Case) -> dict[str, Any]:

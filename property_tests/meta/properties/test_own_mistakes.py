@@ -119,7 +119,7 @@ def test_a_loss_without_counts_may_agree(head: str) -> None:
     kernel = dense_candidate(find_spec("token_logprobs" if head == "logits" else "nll"), head)
     only = {"supports": {"reduction": ("sum",)}} if head == "logprobs" else {}
     found = in_cell(replace(kernel, axes=(), **only), MICROBATCHES)
-    assert (found.verdict, found.record.properties[0].problems) == (Verdict.AGREE, 1)
+    assert found.verdict is Verdict.AGREE
 
 
 def test_0_times_infinity_is_asked_without_an_epsilon() -> None:
@@ -193,7 +193,6 @@ def test_the_deck_is_searched_for_a_problem_that_shows_it(make_world: MakeWorld)
     result = in_cell(right, with_mistake(can_show=lambda case: case.problem == wanted))
     assert result.verdict is Verdict.AGREE
     assert result.cases[-1].problem == wanted
-    assert result.record.properties[0].problems == 1
 
 
 def test_if_none_of_the_deck_does_others_are_drawn_with_the_option_that_matters(make_world: MakeWorld) -> None:

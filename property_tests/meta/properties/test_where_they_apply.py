@@ -48,7 +48,7 @@ SAYS_NOTHING = {
     "upstream-one": replace(PROBLEM, dtype="float16"),
     "sequence-order": replace(PROBLEM, lengths=(5,), masks=("all",)),
     "autocast": PROBLEM,
-    "temperature": replace(PROBLEM, options={"temperature": 2.5}),
+    "temperature": replace(PROBLEM, options={"softcap": 30.0}),
     "reduction-order": PROBLEM,
     "idle-rank": PROBLEM,
     "device": replace(PROBLEM, layout=Layout(dp=3)),
