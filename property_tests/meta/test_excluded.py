@@ -17,6 +17,7 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.drawing import Draws
 from lossgate.cases.placement import sample_problems
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
@@ -241,7 +242,8 @@ def test_who_excludes_too_much_is_inconclusive() -> None:
 def test_options_that_only_excluded_problems_tell_apart_are_not_verified() -> None:
     """If the reference policy is always the policy, every penalty is 0, whatever its weight."""
     equal = Excluded("near", "far", because="so")
-    found = verify(declared(reference=equal, beta=lossgate.ANY))
+    kernel = declared(dense_candidate(SPECS["grpo"], "logprobs").kernel, reference=equal, beta=lossgate.ANY)
+    found = run_cell(Cell(kernel, Layout(), "float32"), replace(SETTINGS, rounds=1))
     assert found.verdict is Verdict.INCONCLUSIVE
     assert "computes beta=0.05 as 0.0" in found.reasons[0]
     assert (

@@ -81,9 +81,7 @@ class Search(Trials):
 
     @cached_property
     def hidden_by_exclusions(self) -> frozenset[str]:
-        """The mutants that change nothing only because the candidate excludes problems on which they
-        would.
-        """
+        """The mutants that change something only on problems that the candidate excludes."""
         candidate, equivalent = self.cell.candidate, self._deck.equivalent
         if not candidate.excludes or not equivalent:
             return frozenset()
