@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lossgate.base.errors import CandidateError, UsageError
+from lossgate.cases.random_numbers import seed, seeded
 from lossgate.cases.returned import check_returned
 from lossgate.declaration.candidate import Candidate, Outputs
 from lossgate.problems.batch import GlobalBatch
@@ -86,7 +87,9 @@ class RankCall:
     ``collect``.
     """
 
-    def __init__(self, candidate: Candidate, options: Any, batch: GlobalBatch, context: RankContext) -> None:
+    def __init__(
+        self, candidate: Candidate, options: Any, batch: GlobalBatch, context: RankContext, seed: int = 0
+    ) -> None:
         """Makes the inputs, on the device of the rank.
 
         Args:
@@ -94,8 +97,10 @@ class RankCall:
             options: an object of the spec's option class.
             batch: the batch as the ranks hold it, with padding.
             context: the rank, its device and its mesh.
+            seed: the seed of the kernel's random numbers.
         """
         self.candidate, self.options, self.batch, self.context = candidate, options, batch, context
+        self.seed = seed
         made = local_inputs(candidate.spec, candidate.head, batch, context.rank, context.device, candidate.tokens)
         self.use(made)
 
@@ -115,8 +120,9 @@ class RankCall:
         return {name: value for name, value in vars(self.inputs).items() if isinstance(value, Tensor)}
 
     def again(self) -> "RankCall":
-        """Returns the same call, with inputs that are made anew."""
-        return RankCall(self.candidate, self.options, self.batch, self.context)
+        """Returns the same call, with inputs that are made anew, and the same random numbers."""
+        seed(self.seed)
+        return RankCall(self.candidate, self.options, self.batch, self.context, self.seed)
 
     def forward(self, *, has_graph: bool = True, own_dtypes: bool = True) -> Outputs:
         """Calls the kernel.
@@ -228,6 +234,8 @@ class RankTask:
     batch: GlobalBatch
     how: How[Any] = plainly
     """How the kernel is called."""
+    seed: int = 0
+    """The seed of the kernel's random numbers."""
 
     def __call__(self, context: RankContext) -> Any:
         """Calls the candidate on this rank, and returns the result of ``how``.
@@ -237,4 +245,5 @@ class RankTask:
                 wrongly.
         """
         options = self.candidate.spec.bind(self.options).options
-        return self.how(RankCall(self.candidate, options, self.batch, context))
+        with seeded(self.seed):
+            return self.how(RankCall(self.candidate, options, self.batch, context, self.seed))

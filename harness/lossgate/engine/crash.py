@@ -85,9 +85,13 @@ def run_in_child(
         return run_in(child, cell, problems, timeout)
 
 
-def run_in(child: Child, cell: Cell, problems: Sequence[Problem], timeout: float) -> list[CaseResult]:
-    """Runs problems of a cell one after the other in a process, as ``run_in_child`` does."""
+def run_in(child: Child, cell: Cell, problems: Sequence[Problem], timeout: float, series: int = 0) -> list[CaseResult]:
+    """Runs problems of a cell one after the other in a process, as ``run_in_child`` does.
+
+    Args:
+        series: the series of random numbers from which the kernel draws.
+    """
     try:
-        return child.run(CasesJob(CellName.of(cell), (cell.candidate.source,), problems, timeout), timeout)
+        return child.run(CasesJob(CellName.of(cell), (cell.candidate.source,), problems, timeout, series), timeout)
     except ChildDied as died:
         return [case_of_crash(cell, died)]

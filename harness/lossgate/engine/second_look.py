@@ -20,7 +20,8 @@ from lossgate.problems.problem import Problem
 from lossgate.worlds.base import Hang
 
 CALLS = 20
-"""How often a problem is run in the new process, if its first run there agrees or runs differ."""
+"""How often a problem is run in the new process, with other random numbers each time. Once is
+enough if its first run fails, as it did before, and the kernel draws no random numbers."""
 _FEW = 8
 """The most earlier calls that are left out one by one, to see which of them matter."""
 _REPRODUCED = 2
@@ -59,8 +60,8 @@ def _run_again(result: CellResult, failure: CaseResult, timeout: float) -> list[
     cases: list[CaseResult] = []
     with fresh_child(captured=True) as child:
         while len(cases) < CALLS:
-            cases += run_in(child, result.cell.held_to(failure.held_to), [failure.problem], timeout)
-            if cases[-1].failure == CRASH or (not cases[0].agrees and not failure.unstable):
+            cases += run_in(child, result.cell.held_to(failure.held_to), [failure.problem], timeout, len(cases))
+            if cases[-1].failure == CRASH or (_fails_at_once(failure, cases) and not cases[0].draws):
                 break
     return cases
 
@@ -77,11 +78,15 @@ def _compared(failure: CaseResult, cases: Sequence[CaseResult]) -> _Found | None
     if last.failure == CRASH:
         crashes_at_once = failure.failure == CRASH and len(cases) == 1
         return None if crashes_at_once else (f"in call {len(cases)} of a fresh process: {last.findings[0]}", ())
-    fails_at_once = not cases[0].agrees and not failure.unstable
-    if wrong == 0 or fails_at_once:
+    if wrong == 0 or (wrong == len(cases) and _fails_at_once(failure, cases)):
         return None
     often = "not wrong in every call" if wrong < len(cases) else "it was not wrong in every call before"
     return f"{often}: in a fresh process this problem disagreed in {wrong} of {len(cases)} calls", ()
+
+
+def _fails_at_once(failure: CaseResult, cases: Sequence[CaseResult]) -> bool:
+    """Returns whether the new process shows the failure in its first call, as the cell did."""
+    return not cases[0].agrees and not failure.unstable
 
 
 def _of_agreed(result: CellResult, failure: CaseResult, cases: Sequence[CaseResult], timeout: float) -> _Found | None:

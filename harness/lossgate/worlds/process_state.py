@@ -5,9 +5,8 @@ A world captures a ``ProcessState`` before each task and restores it afterwards.
 threads of one process have a ``ThreadState`` each, and exchange a ``SharedState`` whenever another
 rank goes on.
 
-Three things stay as a task leaves them: NumPy's random numbers, because reading their state takes
-longer than all the rest, random numbers of GPUs, and variables that compilers add to the
-environment.
+Two things stay as a task leaves them: random numbers of GPUs, and variables that compilers add to
+the environment.
 """
 
 import os
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -24,6 +24,9 @@ _C: Any = torch._C
 _OF_COMPILERS = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_DUPLICATE_LIB_OK", "CUDA_HOME")
 """Variables that torch.compile adds to the environment, and reads again later."""
 _environment: dict[Any, Any] = getattr(os.environ, "_data")  # noqa: B009  undecoded, so that it compares quickly
+_numpy: Any = numpy.random
+_numpy_of_tasks = numpy.random.MT19937()
+"""NumPy's generator while tasks run. To exchange it is quicker than to read and restore a state."""
 _entered: list[Any] = []
 """Guards that restored inference mode. Each is kept, because a dropped guard ends its mode."""
 
@@ -97,12 +100,16 @@ class ProcessState:
     shared: SharedState
     of_thread: ThreadState
     random: tuple[Any, ...]
-    """The state of Python's generator. Ranks that are threads share it, because exchanging it is
-    slow."""
+    """The state of Python's generator. Ranks that are threads share it, and NumPy's, because
+    exchanging it is slow."""
+    numpy: Any
+    """NumPy's own generator. Tasks draw from another, which is exchanged for it."""
 
     @classmethod
     def capture(cls) -> "ProcessState":
-        return cls(SharedState.capture(), ThreadState.capture(), random.getstate())
+        state = cls(SharedState.capture(), ThreadState.capture(), random.getstate(), _numpy.get_bit_generator())
+        _numpy.set_bit_generator(_numpy_of_tasks)
+        return state
 
     def changes(self) -> list[str]:
         """Returns the changes since the capture, in words. Random numbers do not count.
@@ -117,6 +124,7 @@ class ProcessState:
         self.shared.restore()
         self.of_thread.restore()
         random.setstate(self.random)
+        _numpy.set_bit_generator(self.numpy)
 
 
 def _values(settings: Sequence[_Setting]) -> tuple[Any, ...]:
