@@ -57,10 +57,10 @@ def look_again(result: CellResult, timeout: float) -> CellResult:
 
 def _run_again(result: CellResult, failure: CaseResult, timeout: float) -> list[CaseResult]:
     """Runs the failing problem in a new process until there are enough calls to judge it."""
-    cases: list[CaseResult] = []
+    cell, cases = result.cell.held_to(failure.held_to), list[CaseResult]()
     with fresh_child(captured=True) as child:
         while len(cases) < CALLS:
-            cases += run_in(child, result.cell.held_to(failure.held_to), [failure.problem], timeout, len(cases))
+            cases.append(run_in(child, cell, failure.problem, timeout, len(cases)))
             if cases[-1].failure == CRASH or (_fails_at_once(failure, cases) and not cases[0].draws):
                 break
     return cases
