@@ -23,6 +23,7 @@ from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import RETURNED, Output, metric_output
 from lossgate.specs.spec import Spec
 from lossgate.worlds.base import RankContext
+from lossgate.worlds.call_sites import raise_site
 
 _SHAPES = 100_000
 """A number larger than the number of problems of any run."""
@@ -243,7 +244,14 @@ class RankTask:
         Raises:
             CandidateError: if the kernel breaks its declared interface, or itself calls lossgate
                 wrongly.
+            UsageError: if the kernel can't import something. That says nothing of its loss.
         """
         options = self.candidate.spec.bind(self.options).options
-        with seeded(self.seed):
-            return self.how(RankCall(self.candidate, options, self.batch, context, self.seed))
+        try:
+            with seeded(self.seed):
+                return self.how(RankCall(self.candidate, options, self.batch, context, self.seed))
+        except ImportError as error:
+            raise UsageError(
+                f"candidate {self.candidate.name!r} raised {type(error).__name__}: {error}  [{raise_site(error)}]; "
+                f"install what it imports for {sys.executable}, or mend the import"
+            ) from error
