@@ -11,6 +11,7 @@ the environment.
 
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,17 +41,22 @@ class _Setting(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SharedState:
-    """State that all threads of a process share: torch's settings, environment, random numbers."""
+    """State that all threads of a process share: torch's settings, the environment, random numbers,
+    and how DTensor computes operators.
+    """
 
     settings: tuple[Any, ...]
     """The values of ``_SHARED``."""
     environment: dict[Any, Any]
     random: Tensor
     """The state of torch's generator on the CPU. ``changes`` does not report it."""
+    operators: dict[Any, Any]
+    """The operators for which DTensor has functions of its own. The context ``loss_parallel`` adds
+    some. Empty if DTensor is not loaded. ``changes`` does not report it."""
 
     @classmethod
     def capture(cls) -> "SharedState":
-        return cls(_values(_SHARED), dict(_environment), torch.default_generator.get_state())
+        return cls(_values(_SHARED), dict(_environment), torch.default_generator.get_state(), dict(_operators()))
 
     def changes(self) -> list[str]:
         """Returns the changes since the capture, in words."""
@@ -61,12 +67,16 @@ class SharedState:
         """Restores this state, and returns the state that it replaces."""
         same_environment = self.environment == _environment  # then no copy is needed
         environment = self.environment if same_environment else dict(_environment)
-        replaced = SharedState(_values(_SHARED), environment, torch.default_generator.get_state())
+        operators = _operators()
+        replaced = SharedState(_values(_SHARED), environment, torch.default_generator.get_state(), dict(operators))
         if not same_environment:
             _restore_environment(self.environment)
         if replaced.settings != self.settings:
             _restore(_SHARED, self.settings)
         torch.default_generator.set_state(self.random)
+        if self.operators and operators != self.operators:
+            operators.clear()
+            operators.update(self.operators)
         return replaced
 
 
@@ -150,6 +160,14 @@ def _different_variables(old: dict[Any, Any]) -> Iterator[tuple[str, str | None,
         added_by_compiler = was is None and name.startswith(_OF_COMPILERS)
         if was != now and not added_by_compiler:
             yield name, was, now
+
+
+def _operators() -> dict[Any, Any]:
+    """Returns the functions of DTensor for single operators, as it reads them; empty if it is not
+    loaded.
+    """
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensor._op_dispatcher._custom_op_handlers if dtensor is not None else {}
 
 
 def _decoded(value: Any) -> str | None:
