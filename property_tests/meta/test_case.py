@@ -186,17 +186,27 @@ def test_a_fault_of_lossgate_is_not_told_as_one_of_the_kernel(task: RankTask, ma
         world.run(replace(task, candidate=no_arguments))
 
 
-def test_a_kernel_that_can_not_import_something_is_not_wrong(task: RankTask, make_world: MakeWorld) -> None:
-    def kernel(inputs: Any, options: Any, mesh: Any) -> Any:
-        importlib.import_module("not_there")
-
-    importing = replace(task.candidate, kernel=kernel)
-    case = Case(importing, PROBLEM, make_world("dp=2"))
-    message = "candidate 'in_a_file' raised ModuleNotFoundError: No module named 'not_there'  [*; install what it"
+@pytest.mark.parametrize(
+    ("needs", "said"),
+    [
+        (lambda: importlib.import_module("not_there"), "ModuleNotFoundError: No module named 'not_there'"),
+        (lambda: torch.ops.aten.not_there, "AttributeError: '_OpNamespace' 'aten' object has no attribute 'not_there'"),
+    ],
+)
+def test_a_kernel_that_lacks_a_module_is_not_wrong(
+    needs: Callable[[], Any], said: str, task: RankTask, make_world: MakeWorld
+) -> None:
+    kernel = replace(task.candidate, kernel=lambda *_: needs())
     with pytest.raises(UsageError) as error:
-        run_case(case, PROPERTIES["agreement"])
+        run_case(Case(kernel, PROBLEM, make_world("dp=2")), PROPERTIES["agreement"])
     assert not isinstance(error.value, CandidateError)
-    assert fnmatchcase(str(error.value), f"{message}*")
+    assert fnmatchcase(str(error.value), f"candidate 'in_a_file' raised {said}  [*; install what it needs for *")
+
+
+def test_an_attribute_that_an_object_lacks_is_a_mistake_of_the_kernel(task: RankTask, make_world: MakeWorld) -> None:
+    kernel = replace(task.candidate, kernel=lambda inputs, *_: inputs.not_there)
+    result = run_case(Case(kernel, PROBLEM, make_world("dp=2")), PROPERTIES["agreement"])
+    assert result.failure == "RankRaised"
 
 
 @pytest.fixture

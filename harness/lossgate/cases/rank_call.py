@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -244,14 +245,17 @@ class RankTask:
         Raises:
             CandidateError: if the kernel breaks its declared interface, or itself calls lossgate
                 wrongly.
-            UsageError: if the kernel can't import something. That says nothing of its loss.
+            UsageError: if the kernel can't import something, or if a module lacks something, as
+                another version of it does. That says nothing of the kernel's loss.
         """
         options = self.candidate.spec.bind(self.options).options
         try:
             with seeded(self.seed):
                 return self.how(RankCall(self.candidate, options, self.batch, context, self.seed))
-        except ImportError as error:
+        except (ImportError, AttributeError) as error:
+            if isinstance(error, AttributeError) and not isinstance(error.obj, ModuleType):
+                raise
             raise UsageError(
                 f"candidate {self.candidate.name!r} raised {type(error).__name__}: {error}  [{raise_site(error)}]; "
-                f"install what it imports for {sys.executable}, or mend the import"
+                f"install what it needs for {sys.executable}, or mend that line"
             ) from error
