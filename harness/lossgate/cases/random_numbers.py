@@ -21,10 +21,15 @@ from lossgate.problems.problem import Problem
 _series, _drawn = 0, False
 
 
-def take_series(number: int) -> None:
-    """Makes each problem give other random numbers in this process. By default the number is 0."""
+@contextmanager
+def other_numbers(series: int) -> Generator[None]:
+    """Makes each problem give other random numbers in the block. Outside it, the series is 0."""
     global _series
-    _series = number
+    _series = series
+    try:
+        yield
+    finally:
+        _series = 0
 
 
 def seed_of(problem: Problem) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lossgate.base.layout import Layout
 from lossgate.cases.case import Case
-from lossgate.cases.random_numbers import has_drawn, take_series
+from lossgate.cases.random_numbers import has_drawn, other_numbers
 from lossgate.declaration.loading import load_candidate, load_candidates
 from lossgate.engine.advice import with_todo
 from lossgate.engine.case_result import CaseResult, run_case
@@ -95,8 +95,8 @@ class CasesJob(_InCell):
     """The series of random numbers from which the kernel draws."""
 
     def run(self) -> list[CaseResult]:
-        take_series(self.series)
-        cases = run_cases(self.name.load(), self.problems, self.timeout)
+        with other_numbers(self.series):
+            cases = run_cases(self.name.load(), self.problems, self.timeout)
         return [replace(case, draws=has_drawn()) for case in cases]
 
 
