@@ -133,8 +133,7 @@ def torch_linear_cross_entropy_many_chunks(inputs: NllHidden, options: NllOption
     )
 
 
-# Entering the context registers handlers for the whole process; rank threads that entered and left
-# it would take them from one another.
+# Backward, which lossgate calls after the kernel, must happen in the context, too.
 _loss_parallel = loss_parallel()
 _loss_parallel.__enter__()
 

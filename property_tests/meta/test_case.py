@@ -2,11 +2,13 @@
 """A case runs its candidate once and keeps what came of it. Its tasks pickle as data."""
 
 import copy
+import importlib
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from lossgate import ANY, Candidate, Layout, Outputs, Problem, UsageError
+from lossgate.base.errors import CandidateError
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.placement import PlacedProblem
@@ -172,6 +175,38 @@ def test_a_failure_of_the_ranks_is_kept(make_world: MakeWorld) -> None:
     assert len(calls) <= 2
     again = pickle.loads(pickle.dumps(failure.value))
     assert (str(again), again.rank) == (str(failure.value), failure.value.rank)
+
+
+def test_a_fault_of_lossgate_is_not_told_as_one_of_the_kernel(task: RankTask, make_world: MakeWorld) -> None:
+    world = make_world("dp=2")
+    with pytest.raises(AttributeError):
+        world.run(replace(task, batch=None))  # type: ignore[arg-type]
+    no_arguments = replace(task.candidate, kernel=lambda: None)  # the call raises, before there is a line of the kernel
+    with pytest.raises(RankRaised, match="rank 0 raised TypeError"):
+        world.run(replace(task, candidate=no_arguments))
+
+
+@pytest.mark.parametrize(
+    ("needs", "said"),
+    [
+        (lambda: importlib.import_module("not_there"), "ModuleNotFoundError: No module named 'not_there'"),
+        (lambda: torch.ops.aten.not_there, "AttributeError: '_OpNamespace' 'aten' object has no attribute 'not_there'"),
+    ],
+)
+def test_a_kernel_that_lacks_a_module_is_not_wrong(
+    needs: Callable[[], Any], said: str, task: RankTask, make_world: MakeWorld
+) -> None:
+    kernel = replace(task.candidate, kernel=lambda *_: needs())
+    with pytest.raises(UsageError) as error:
+        run_case(Case(kernel, PROBLEM, make_world("dp=2")), PROPERTIES["agreement"])
+    assert not isinstance(error.value, CandidateError)
+    assert fnmatchcase(str(error.value), f"candidate 'in_a_file' raised {said}  [*; install what it needs for *")
+
+
+def test_an_attribute_that_an_object_lacks_is_a_mistake_of_the_kernel(task: RankTask, make_world: MakeWorld) -> None:
+    kernel = replace(task.candidate, kernel=lambda inputs, *_: inputs.not_there)
+    result = run_case(Case(kernel, PROBLEM, make_world("dp=2")), PROPERTIES["agreement"])
+    assert result.failure == "RankRaised"
 
 
 @pytest.fixture

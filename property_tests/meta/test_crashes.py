@@ -4,6 +4,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,11 @@ def be_wrong_in_call(wrong):
     if wrong(CALLS[0]):
         raise RuntimeError("wrong")
 
+def be_killed_once():
+    if not os.path.exists(__file__ + " killed"):
+        open(__file__ + " killed", "w").close()
+        os.kill(os.getpid(), 9)
+
 def hold_the_lock():
     ctypes.PyDLL(None).sleep(600)
 
@@ -80,6 +86,7 @@ acts = {
     "threads": leave_a_thread, "finds no thread": find_no_thread, "hold": hold_the_lock, "right": lambda: None,
     "once": lambda: be_wrong_in_call(lambda call: call == 30),
     "in every third": lambda: be_wrong_in_call(lambda call: call % 3 == 2),
+    "killed once": be_killed_once,
     "after thirty": lambda: be_wrong_in_call(lambda call: call > 30),
 }
 kernels = {name: abuse(name, act) for name, act in acts.items()}
@@ -112,7 +119,13 @@ def results(file: Path, *names: str, settings: Settings = SETTINGS) -> Iterator[
         ("abort", "was ended by SIGABRT on this problem"),
         ("exit 0", "ended with exit code 0 on this problem"),
         ("exit 3", "ended with exit code 3 on this problem"),
-        ("killed", "was ended by SIGKILL, as the system does with a process that takes too much memory, on"),
+        (
+            "killed",
+            (
+                "was ended by SIGKILL, as the system does with a process that takes too much memory, on this problem, "
+                "and so was the process before it"
+            ),
+        ),
         ("cuts", "(ended with exit code 0|cut its connection to lossgate) on this problem"),  # whichever comes first
     ],
 )
@@ -124,6 +137,23 @@ def test_a_crash_is_the_verdict_of_its_cell_and_the_next_goes_on(file: Path, nam
     assert crashed.failure.problem.tokens > 0
     assert right.verdict is not Verdict.DISAGREE
     assert len(right.cases) >= 2
+
+
+def test_a_cell_whose_process_is_killed_from_outside_runs_again(file: Path) -> None:
+    """A neighbour may have taken the memory. The second verdict stands, with a remark."""
+    (result,) = results(file, "killed once")
+    assert (result.failure, len(result.cases) > 1) == (None, True)
+    how = "was ended by SIGKILL, as the system does with a process that takes too much memory"
+    assert result.run.remark == f"ran again, because its first process {how}"
+
+
+def test_two_processes_that_are_killed_at_different_points_say_nothing_of_the_kernel(file: Path) -> None:
+    (kernel,) = load_candidates(f"{file}:right")
+    cell, there = Cell(kernel, Layout(), "float32"), Ran(PROBLEM, "agreement", Phase.IN_CALL)
+    elsewhere = replace(there, problem=replace(PROBLEM, seed=1))
+    died = [ChildDied("was ended", ran, from_outside=True) for ran in (there, elsewhere, there)]
+    verdicts = [result_of_crash(cell, died[0], 1.0, first).verdict for first in died[1:]]
+    assert verdicts == [Verdict.INCONCLUSIVE, Verdict.DISAGREE]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from lossgate.cases.fit import check_fits
 from lossgate.cases.large import is_large
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placement import PlacedProblem
+from lossgate.cases.random_numbers import seed_of
 from lossgate.cases.rank_call import How, RankOutputs, RankTask, T, plainly
 from lossgate.declaration.candidate import Candidate
 from lossgate.judge.comparison import Comparison
@@ -116,7 +117,7 @@ class Case:
         """
         given_options = self.problem.options if options is None else options
         given_batch = self.placed.batch if batch is None else batch
-        task = RankTask(self.candidate, given_options, given_batch, how)
+        task = RankTask(self.candidate, given_options, given_batch, how, seed_of(self.problem))
         patience = _PATIENCE if is_large(self.problem) else 1.0
         with in_call():
             return self.world.run(

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lossgate.base.errors import CandidateError, UsageError
+from lossgate.cases.random_numbers import seed, seeded
 from lossgate.cases.returned import check_returned
 from lossgate.declaration.candidate import Candidate, Outputs
 from lossgate.problems.batch import GlobalBatch
@@ -22,6 +24,7 @@ from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import RETURNED, Output, metric_output
 from lossgate.specs.spec import Spec
 from lossgate.worlds.base import RankContext
+from lossgate.worlds.call_sites import raise_site
 
 _SHAPES = 100_000
 """A number larger than the number of problems of any run."""
@@ -86,7 +89,9 @@ class RankCall:
     ``collect``.
     """
 
-    def __init__(self, candidate: Candidate, options: Any, batch: GlobalBatch, context: RankContext) -> None:
+    def __init__(
+        self, candidate: Candidate, options: Any, batch: GlobalBatch, context: RankContext, seed: int = 0
+    ) -> None:
         """Makes the inputs, on the device of the rank.
 
         Args:
@@ -94,8 +99,10 @@ class RankCall:
             options: an object of the spec's option class.
             batch: the batch as the ranks hold it, with padding.
             context: the rank, its device and its mesh.
+            seed: the seed of the kernel's random numbers.
         """
         self.candidate, self.options, self.batch, self.context = candidate, options, batch, context
+        self.seed = seed
         made = local_inputs(candidate.spec, candidate.head, batch, context.rank, context.device, candidate.tokens)
         self.use(made)
 
@@ -115,8 +122,9 @@ class RankCall:
         return {name: value for name, value in vars(self.inputs).items() if isinstance(value, Tensor)}
 
     def again(self) -> "RankCall":
-        """Returns the same call, with inputs that are made anew."""
-        return RankCall(self.candidate, self.options, self.batch, self.context)
+        """Returns the same call, with inputs that are made anew, and the same random numbers."""
+        seed(self.seed)
+        return RankCall(self.candidate, self.options, self.batch, self.context, self.seed)
 
     def forward(self, *, has_graph: bool = True, own_dtypes: bool = True) -> Outputs:
         """Calls the kernel.
@@ -228,6 +236,8 @@ class RankTask:
     batch: GlobalBatch
     how: How[Any] = plainly
     """How the kernel is called."""
+    seed: int = 0
+    """The seed of the kernel's random numbers."""
 
     def __call__(self, context: RankContext) -> Any:
         """Calls the candidate on this rank, and returns the result of ``how``.
@@ -235,6 +245,17 @@ class RankTask:
         Raises:
             CandidateError: if the kernel breaks its declared interface, or itself calls lossgate
                 wrongly.
+            UsageError: if the kernel can't import something, or if a module lacks something, as
+                another version of it does. That says nothing of the kernel's loss.
         """
         options = self.candidate.spec.bind(self.options).options
-        return self.how(RankCall(self.candidate, options, self.batch, context))
+        try:
+            with seeded(self.seed):
+                return self.how(RankCall(self.candidate, options, self.batch, context, self.seed))
+        except (ImportError, AttributeError) as error:
+            if isinstance(error, AttributeError) and not isinstance(error.obj, ModuleType):
+                raise
+            raise UsageError(
+                f"candidate {self.candidate.name!r} raised {type(error).__name__}: {error}  [{raise_site(error)}]; "
+                f"install what it needs for {sys.executable}, or mend that line"
+            ) from error

@@ -42,6 +42,8 @@ class CaseResult:
     """The type of the exception that a rank raised, and the line."""
     unstable: bool = False
     """Whether the case disagreed at first, but not when it was run again in the same process."""
+    draws: bool = False
+    """Whether the kernel draws random numbers. It is found out in a second look alone."""
     held_to: str = "agreement"
     """The name of the property that was checked."""
     fits: bool = True

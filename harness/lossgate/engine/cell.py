@@ -135,6 +135,8 @@ class CellRun:
     """The explanation of the disagreement, if there is one."""
     expected: bool = False
     """Whether the cell disagrees in the way that a known failure expects."""
+    remark: str = ""
+    """What happened in the run beside the verdict, in words that follow the name of the cell."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,8 +38,6 @@ class LeftBehind:
     """State of a process, captured before a job."""
 
     process: ProcessState
-    numpy_random: Any
-    """The state of NumPy's generator. None if NumPy is not imported."""
     folder: str
     handlers: tuple[Any, ...]
     recursion_limit: int
@@ -51,10 +49,8 @@ class LeftBehind:
     @classmethod
     def capture(cls) -> "LeftBehind":
         """Captures the state of this process. Call it in the main thread."""
-        numpy = sys.modules.get("numpy")
         return cls(
             process=ProcessState.capture(),
-            numpy_random=numpy.random.get_state() if numpy is not None else None,
             folder=os.getcwd(),
             handlers=tuple(signal.getsignal(each) for each in _HANDLED),
             recursion_limit=sys.getrecursionlimit(),
@@ -65,8 +61,6 @@ class LeftBehind:
     def restore(self) -> None:
         """Restores the state. Call it once."""
         self.process.restore()
-        if self.numpy_random is not None:
-            sys.modules["numpy"].random.set_state(self.numpy_random)
         os.chdir(self.folder)
         sys.setrecursionlimit(self.recursion_limit)
         sys.stdin, sys.stdout, sys.stderr = self.streams

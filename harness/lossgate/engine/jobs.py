@@ -2,11 +2,12 @@
 """Jobs for children, as data that pickles. Candidates are given by their sources."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lossgate.base.layout import Layout
 from lossgate.cases.case import Case
+from lossgate.cases.random_numbers import has_drawn, other_numbers
 from lossgate.declaration.loading import load_candidate, load_candidates
 from lossgate.engine.advice import with_todo
 from lossgate.engine.case_result import CaseResult, run_case
@@ -90,9 +91,13 @@ class CasesJob(_InCell):
 
     problems: Sequence[Problem]
     timeout: float
+    series: int = 0
+    """The series of random numbers from which the kernel draws."""
 
     def run(self) -> list[CaseResult]:
-        return run_cases(self.name.load(), self.problems, self.timeout)
+        with other_numbers(self.series):
+            cases = run_cases(self.name.load(), self.problems, self.timeout)
+        return [replace(case, draws=has_drawn()) for case in cases]
 
 
 def run_cases(cell: Cell, problems: Sequence[Problem], timeout: float) -> list[CaseResult]:

@@ -112,7 +112,6 @@ def run(
     yield RunStarted(tuple(cells), settings, tuple(matrix), shard, tuple(left_out(candidates, settings)))
     jobs = 1 if settings.world == "torchrun" else min(settings.jobs or os.cpu_count() or 1, len(cells))
     in_this_process = here or (jobs == 1 and not _can_move(cells, settings))
-    looks_again = settings.world == "simulated" and not in_this_process
     known, alike = examples_of(matrix), SameFailures()
     results, stopped = list[CellResult](), ""
     if in_this_process:
@@ -129,7 +128,9 @@ def run(
                 if given_up_for is not None or step.result is None:
                     yield CellSkipped(step.cell, given_up_for or "")
                     continue
-                result = look_again(step.result, settings.timeout) if looks_again else step.result
+                result = step.result
+                if settings.world == "simulated":
+                    result = look_again(result, settings.timeout, here=in_this_process)
                 mended: tuple[Path, ...] = ()
                 if failures is not None:
                     result, mended = hold_to_earlier(result, failures, settings.timeout, known)

@@ -12,34 +12,46 @@ from time import monotonic
 import msgspec
 
 from lossgate.base.spelling import counted
+from lossgate.cases.random_numbers import has_drawn, other_numbers
 from lossgate.engine.case_result import CaseResult
-from lossgate.engine.cell import CellResult
+from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.crash import CRASH, ProcessLost, fresh_child, run_in, run_in_child
+from lossgate.engine.jobs import run_cases
 from lossgate.engine.verdict import conclude
 from lossgate.problems.problem import Problem
 from lossgate.worlds.base import Hang
 
 CALLS = 20
-"""How often a problem is run in the new process, if its first run there agrees or runs differ."""
+"""How often a problem is run in the new process, with other random numbers each time. Once is
+enough if its first run fails, as it did before, and the kernel draws no random numbers."""
 _FEW = 8
 """The most earlier calls that are left out one by one, to see which of them matter."""
 _REPRODUCED = 2
 """With at least this many tries to shrink a problem, it has failed again or is called unstable."""
 
 
-def look_again(result: CellResult, timeout: float) -> CellResult:
+def look_again(result: CellResult, timeout: float, *, here: bool = False) -> CellResult:
     """Returns a result with a further finding about its failure, if a new process adds to it.
 
     If the problem agrees in the new process, this looks for problems after which it disagrees. A
     failure that the new process shows at once stays as it is. A known failure is not run again, nor
     is a hang, because it would cost its time-out again.
+
+    Args:
+        result: the result.
+        timeout: seconds that a rank may take.
+        here: whether the problem runs in this process, as its cell did. It is then tried with other
+            random numbers only.
     """
     failure = result.failure
     if failure is None or failure.failure == Hang.__name__ or result.cell.candidate.known_failure is not None:
         return result
     try:
-        cases = _run_again(result, failure, timeout)
-        found = _compared(failure, cases) or _of_agreed(result, failure, cases, timeout)
+        if here:
+            found = _by_chance(result.cell.held_to(failure.held_to), failure, timeout)
+        else:
+            cases = _run_again(result, failure, timeout)
+            found = _compared(failure, cases) or _of_agreed(result, failure, cases, timeout)
     except ProcessLost as lost:
         found = f"a fresh process could not run this problem again: {lost}", ()
     if found is None:
@@ -54,13 +66,26 @@ def look_again(result: CellResult, timeout: float) -> CellResult:
     return replace(conclude(run), printed=result.printed)
 
 
+def _by_chance(cell: Cell, failure: CaseResult, timeout: float) -> tuple[str, tuple[Problem, ...]] | None:
+    """Returns the finding if the failing problem, run in this process, agrees with other random
+    numbers.
+    """
+    wrong = 0
+    for series in range(CALLS if has_drawn() else 0):
+        with other_numbers(series):
+            wrong += not run_cases(cell, [failure.problem], timeout)[0].agrees
+    if not 0 < wrong < CALLS:
+        return None
+    return f"not wrong in every call: with other random numbers this problem disagreed in {wrong} of {CALLS} calls", ()
+
+
 def _run_again(result: CellResult, failure: CaseResult, timeout: float) -> list[CaseResult]:
     """Runs the failing problem in a new process until there are enough calls to judge it."""
-    cases: list[CaseResult] = []
+    cell, cases = result.cell.held_to(failure.held_to), list[CaseResult]()
     with fresh_child(captured=True) as child:
         while len(cases) < CALLS:
-            cases += run_in(child, result.cell.held_to(failure.held_to), [failure.problem], timeout)
-            if cases[-1].failure == CRASH or (not cases[0].agrees and not failure.unstable):
+            cases.append(run_in(child, cell, failure.problem, timeout, len(cases)))
+            if cases[-1].failure == CRASH or (_fails_at_once(failure, cases) and not cases[0].draws):
                 break
     return cases
 
@@ -77,11 +102,15 @@ def _compared(failure: CaseResult, cases: Sequence[CaseResult]) -> _Found | None
     if last.failure == CRASH:
         crashes_at_once = failure.failure == CRASH and len(cases) == 1
         return None if crashes_at_once else (f"in call {len(cases)} of a fresh process: {last.findings[0]}", ())
-    fails_at_once = not cases[0].agrees and not failure.unstable
-    if wrong == 0 or fails_at_once:
+    if wrong == 0 or (wrong == len(cases) and _fails_at_once(failure, cases)):
         return None
     often = "not wrong in every call" if wrong < len(cases) else "it was not wrong in every call before"
     return f"{often}: in a fresh process this problem disagreed in {wrong} of {len(cases)} calls", ()
+
+
+def _fails_at_once(failure: CaseResult, cases: Sequence[CaseResult]) -> bool:
+    """Returns whether the new process shows the failure in its first call, as the cell did."""
+    return not cases[0].agrees and not failure.unstable
 
 
 def _of_agreed(result: CellResult, failure: CaseResult, cases: Sequence[CaseResult], timeout: float) -> _Found | None:

@@ -36,7 +36,7 @@ def run_side_by_side(
 
     Cells that share a deck run in one process as far as possible, so that each deck is drawn once.
     If a candidate ends its process, the cell fails as a CRASH, and a new process runs the next
-    cells.
+    cells. If something outside may have ended it, the cell is run again, once.
 
     Args:
         cells: the cells to run.
@@ -98,10 +98,10 @@ class _Workers:
         for worker, number in list(self._running.items()):
             if self._workers[worker].child.connection not in ready:
                 self._workers[worker].child.check_alive(self._settings.timeout)
-            elif (result := self._workers[worker].result()) is None:
+            elif (answer := self._workers[worker].answer()) is News.AGREES:
                 yield CellAgrees(self._cells[number])
-            else:
-                self.finished[number] = result
+            elif answer is not None:
+                self.finished[number] = answer
                 del self._running[worker]
                 self._idle.append(worker)
 
@@ -116,30 +116,41 @@ class _Worker:
     def __init__(self) -> None:
         self.child = take_child()
         self._cell: Cell | None = None
+        self._job: CellJob | None = None
+        self._killed: ChildDied | None = None
+        """How the first process of the cell ended, if the cell runs again."""
         self._started = 0.0
 
     def start(self, cell: Cell, job: CellJob) -> None:
         other_candidate = self._cell is not None and self._cell.candidate is not cell.candidate
         if other_candidate and self.child.threads_left:  # threads of the last candidate may disturb this one
             self._replace()
-        self._cell, self._started = cell, perf_counter()
+        self._cell, self._job, self._killed, self._started = cell, job, None, perf_counter()
         self.child.start(job)
 
-    def result(self) -> CellResult | None:
-        """Returns the result of the cell, also if its candidate ended the process; None if the cell
-        agrees with the reference and its further properties are checked next.
+    def answer(self) -> CellResult | News | None:
+        """Returns the result of the cell, also if its candidate ended the process, or news of the
+        cell; None if the cell runs again.
         """
         assert self._cell is not None
+        assert self._job is not None
         try:
             answer = self.child.result()
         except ChildDied as died:
             printed = self.child.printed
             self._replace()
-            result = result_of_crash(self._cell, died, perf_counter() - self._started)
+            if died.from_outside and self._killed is None:
+                self._killed = died
+                self.child.start(self._job)
+                return None
+            result = result_of_crash(self._cell, died, perf_counter() - self._started, self._killed)
             return replace(result, printed=printed)
-        if answer is News.AGREES:
-            return None
+        if isinstance(answer, News):
+            return answer
         record, run = answer
+        if self._killed is not None:
+            how = self._killed.ended.splitlines()[0].rstrip(",")
+            run["remark"] = f"ran again, because its first process {how}"
         return CellResult(run=CellRun(**run, cell=self._cell), record=record, printed=self.child.printed)
 
     def _replace(self) -> None:

@@ -14,6 +14,7 @@ from lossgate.base.errors import CandidateError, LossgateError
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.materialize import lay_out
+from lossgate.cases.random_numbers import put_back
 from lossgate.cases.rank_call import RankCall, RankOutputs, plainly
 from lossgate.declaration.candidate import Outputs
 from lossgate.problems.batch import GlobalBatch
@@ -89,7 +90,8 @@ class _Around:
 
     def __call__(self, call: RankCall) -> tuple[RankOutputs, RankOutputs]:
         outputs = call.forward()
-        plainly(self._other(call))  # only what it leaves behind matters
+        with put_back():  # whatever backward draws
+            plainly(self._other(call))  # only what it leaves behind matters
         call.backward(outputs)
         around = call.collect(outputs)
         after = plainly(call.again())

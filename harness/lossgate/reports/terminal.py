@@ -163,7 +163,8 @@ class Terminal:
             print_detail(self.console, _line(cell))
         if self._volume is not Volume.QUIET:
             where = f"{cell.candidate}  {cell.dtype}  {cell.layout}"
-            self._print(f"  {escaped(where)} {escaped(line)}" for line in size_lines(cell))
+            remarks = [f" {result.run.remark}"] if result.run.remark else []
+            self._print(f"  {escaped(where)} {escaped(line)}" for line in [*size_lines(cell), *remarks])
         if not cell.passes:
             self._print(self._stories.of(cell, listed=self._lists_all))
         if self._volume is not Volume.QUIET or not cell.passes:

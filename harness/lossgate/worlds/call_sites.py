@@ -17,9 +17,12 @@ from types import FrameType
 import torch
 import typing_extensions
 
+_LOSSGATE = str(Path(__file__).parents[1])
+_CALLER = str(Path(_LOSSGATE, "declaration", "candidate.py"))
+"""The file that calls kernels. It raises what a kernel does that is not written in Python."""
 _INNER = (
     str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[1]),
+    _LOSSGATE,
     typing_extensions.__file__,
     threading.__file__,
 )
@@ -45,6 +48,18 @@ def raise_site(error: BaseException) -> str:
     If all lines are in torch or lossgate, returns the innermost line.
     """
     return _site_in(traceback.extract_tb(error.__traceback__))
+
+
+def is_own_fault(error: BaseException) -> bool:
+    """Returns whether lossgate itself raised an exception that it did not mean to raise.
+
+    A kernel has no line in its traceback. Errors of torch and a lack of memory do not count,
+    because a kernel may have caused them before, nor do those of imports.
+    """
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    of_lossgate = files[-1].startswith(_LOSSGATE) and files[-1] != _CALLER and all(f.startswith(_INNER) for f in files)
+    of_kernel = RuntimeError, MemoryError, ImportError
+    return of_lossgate and isinstance(error, Exception) and not isinstance(error, of_kernel)
 
 
 def raise_stack(error: BaseException) -> str:

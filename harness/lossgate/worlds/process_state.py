@@ -5,18 +5,19 @@ A world captures a ``ProcessState`` before each task and restores it afterwards.
 threads of one process have a ``ThreadState`` each, and exchange a ``SharedState`` whenever another
 rank goes on.
 
-Three things stay as a task leaves them: NumPy's random numbers, because reading their state takes
-longer than all the rest, random numbers of GPUs, and variables that compilers add to the
-environment.
+Two things stay as a task leaves them: random numbers of GPUs, and variables that compilers add to
+the environment.
 """
 
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -24,6 +25,9 @@ _C: Any = torch._C
 _OF_COMPILERS = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_DUPLICATE_LIB_OK", "CUDA_HOME")
 """Variables that torch.compile adds to the environment, and reads again later."""
 _environment: dict[Any, Any] = getattr(os.environ, "_data")  # noqa: B009  undecoded, so that it compares quickly
+_numpy: Any = numpy.random
+_numpy_of_tasks = numpy.random.MT19937()
+"""NumPy's generator while tasks run. To exchange it is quicker than to read and restore a state."""
 _entered: list[Any] = []
 """Guards that restored inference mode. Each is kept, because a dropped guard ends its mode."""
 
@@ -37,17 +41,22 @@ class _Setting(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SharedState:
-    """State that all threads of a process share: torch's settings, environment, random numbers."""
+    """State that all threads of a process share: torch's settings, the environment, random numbers,
+    and how DTensor computes operators.
+    """
 
     settings: tuple[Any, ...]
     """The values of ``_SHARED``."""
     environment: dict[Any, Any]
     random: Tensor
     """The state of torch's generator on the CPU. ``changes`` does not report it."""
+    operators: dict[Any, Any]
+    """The operators for which DTensor has functions of its own. The context ``loss_parallel`` adds
+    some. Empty if DTensor is not loaded. ``changes`` does not report it."""
 
     @classmethod
     def capture(cls) -> "SharedState":
-        return cls(_values(_SHARED), dict(_environment), torch.default_generator.get_state())
+        return cls(_values(_SHARED), dict(_environment), torch.default_generator.get_state(), dict(_operators()))
 
     def changes(self) -> list[str]:
         """Returns the changes since the capture, in words."""
@@ -58,12 +67,16 @@ class SharedState:
         """Restores this state, and returns the state that it replaces."""
         same_environment = self.environment == _environment  # then no copy is needed
         environment = self.environment if same_environment else dict(_environment)
-        replaced = SharedState(_values(_SHARED), environment, torch.default_generator.get_state())
+        operators = _operators()
+        replaced = SharedState(_values(_SHARED), environment, torch.default_generator.get_state(), dict(operators))
         if not same_environment:
             _restore_environment(self.environment)
         if replaced.settings != self.settings:
             _restore(_SHARED, self.settings)
         torch.default_generator.set_state(self.random)
+        if self.operators and operators != self.operators:
+            operators.clear()
+            operators.update(self.operators)
         return replaced
 
 
@@ -97,12 +110,16 @@ class ProcessState:
     shared: SharedState
     of_thread: ThreadState
     random: tuple[Any, ...]
-    """The state of Python's generator. Ranks that are threads share it, because exchanging it is
-    slow."""
+    """The state of Python's generator. Ranks that are threads share it, and NumPy's, because
+    exchanging it is slow."""
+    numpy: Any
+    """NumPy's own generator. Tasks draw from another, which is exchanged for it."""
 
     @classmethod
     def capture(cls) -> "ProcessState":
-        return cls(SharedState.capture(), ThreadState.capture(), random.getstate())
+        state = cls(SharedState.capture(), ThreadState.capture(), random.getstate(), _numpy.get_bit_generator())
+        _numpy.set_bit_generator(_numpy_of_tasks)
+        return state
 
     def changes(self) -> list[str]:
         """Returns the changes since the capture, in words. Random numbers do not count.
@@ -117,6 +134,7 @@ class ProcessState:
         self.shared.restore()
         self.of_thread.restore()
         random.setstate(self.random)
+        _numpy.set_bit_generator(self.numpy)
 
 
 def _values(settings: Sequence[_Setting]) -> tuple[Any, ...]:
@@ -142,6 +160,14 @@ def _different_variables(old: dict[Any, Any]) -> Iterator[tuple[str, str | None,
         added_by_compiler = was is None and name.startswith(_OF_COMPILERS)
         if was != now and not added_by_compiler:
             yield name, was, now
+
+
+def _operators() -> dict[Any, Any]:
+    """Returns the functions of DTensor for single operators, as it reads them; empty if it is not
+    loaded.
+    """
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensor._op_dispatcher._custom_op_handlers if dtensor is not None else {}
 
 
 def _decoded(value: Any) -> str | None:

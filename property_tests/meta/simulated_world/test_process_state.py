@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.functional import cross_entropy
 
 from lossgate.worlds import RankContext
 from lossgate.worlds.base import Deadlock, Hang, RankRaised, StateLeak
@@ -170,6 +174,35 @@ def test_random_numbers_of_a_rank_are_its_own_and_end_with_the_run(make_world: M
         assert world.run(draw) == [expected, [expected[0], other]]
         assert torch.equal(torch.get_rng_state(), state)
         assert random.getstate() == of_python
+
+
+def test_each_rank_has_its_own_loss_parallel(make_world: MakeWorld) -> None:
+    """The context adds functions to a dict of the process, and takes them out of it at its end."""
+
+    def body(context: RankContext, *, fails: bool = False) -> Tensor:
+        shape, own = torch.Size((3, 6)), torch.arange(9.0).view(3, 3) * (context.rank + 1)
+        own.requires_grad_()
+        logits = DTensor.from_local(own, context.mesh["tp"], [Shard(1)], run_check=False, shape=shape, stride=(6, 1))
+        with loss_parallel():
+            whole: Any = cross_entropy(logits, torch.tensor([0, 3, 5]))
+            loss: Tensor = whole.to_local()
+            if fails and context.rank == 1:
+                raise ValueError
+            loss.backward()
+        dist.barrier()
+        assert own.grad is not None
+        return torch.cat((loss.detach()[None], own.grad.flatten()))
+
+    world, before = make_world("tp=2"), dict(DTensor._op_dispatcher._custom_op_handlers)
+    whole = torch.cat((torch.arange(9.0).view(3, 3), torch.arange(9.0).view(3, 3) * 2), 1).requires_grad_()
+    loss = cross_entropy(whole, torch.tensor([0, 3, 5]))
+    loss.backward()
+    assert whole.grad is not None
+    expected = [torch.cat((loss.detach()[None], part.flatten())) for part in whole.grad.chunk(2, 1)]
+    for _ in range(2):
+        torch.testing.assert_close(world.run(body), expected)
+        failure_of(world, partial(body, fails=True), RankRaised)
+        assert DTensor._op_dispatcher._custom_op_handlers == before
 
 
 def test_another_failure_wins_over_a_leak(make_world: MakeWorld) -> None:

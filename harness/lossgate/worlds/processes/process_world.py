@@ -9,7 +9,7 @@ from typing import Any
 
 import cloudpickle
 
-from lossgate.base.errors import LossgateError, UsageError
+from lossgate.base.errors import UsageError
 from lossgate.base.layout import Layout, name_ranks
 from lossgate.problems.problem import ReductionOrder
 from lossgate.worlds.base import Deadlock, Hang, RankDied, RankFailure, RankRaised, T, Task, WorldLost
@@ -17,7 +17,7 @@ from lossgate.worlds.processes.conductor import Died, RankHandle, TaskOutcome, c
 from lossgate.worlds.processes.rank_messages import Assignment, Raised, Returned
 
 
-def failure_of(record: TaskOutcome) -> LossgateError | None:
+def failure_of(record: TaskOutcome) -> Exception | None:
     """Returns why a task failed, or None if it did not fail.
 
     The message names the cause first: the first failure that is not the echo of another rank's end.

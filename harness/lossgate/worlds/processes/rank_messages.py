@@ -85,7 +85,8 @@ class Raised:
     """Whether the exception says that another rank is gone. If another rank failed, this exception
     is then an echo and not the cause."""
     error: bytes | None
-    """The pickled exception if it is a ``LossgateError``: the driver raises it as it is."""
+    """The pickled exception if it is a ``LossgateError`` or a fault of lossgate: the driver raises
+    it as it is."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 
 from lossgate.base.errors import LossgateError
 from lossgate.worlds.base import Deadlock, Hang, RankRaised
-from lossgate.worlds.call_sites import raise_site, stack_of
+from lossgate.worlds.call_sites import is_own_fault, raise_site, stack_of
 from lossgate.worlds.process_state import SharedState
 
 
@@ -333,9 +333,9 @@ def _taken() -> threading.Lock:
 
 def _as_failure(error: BaseException, rank: int) -> BaseException:
     """Returns an error that names the rank and line of a kernel's exception. Returns lossgate's own
-    errors as they are.
+    errors, and exceptions that are its fault, as they are.
     """
-    if isinstance(error, LossgateError):
+    if isinstance(error, LossgateError) or is_own_fault(error):
         return error
     kind, site = type(error).__name__, raise_site(error)
     failure = RankRaised(f"rank {rank} raised {kind}: {error}  [{site}]", rank, kind, site)
