@@ -69,6 +69,7 @@ SLICE = (
     ("nll_hidden_label_apart_float64", "float32", "single"),
     ("token_logprobs_logits_log_softmax_entropy_of_logprobs_low", "bfloat16", "single"),
     ("grpo_hidden_minimum_float32", "float16", "dp=2"),
+    ("token_logprobs_logits_sorted_and_cut_float32", "bfloat16", "single"),
 )
 """At least one kernel of every file of the bank, and every dtype and axis."""
 
