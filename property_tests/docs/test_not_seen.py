@@ -95,21 +95,3 @@ def filtered(*, logits: str) -> Candidate:
 def test_logits_may_be_coarser_than_the_inputs_of_a_filter() -> None:
     for dtype in ("float32", "bfloat16"):
         assert verified(filtered(logits="bfloat16"), dtype).verdict is Verdict.AGREE
-
-
-def under_autocast(dtype: str) -> Candidate:
-    """Returns a kernel that multiplies in bfloat16, as autocast does, for inputs of a dtype."""
-
-    @candidate("nll", head="hidden", dtypes=(dtype,), precision=Precision(logits="bfloat16", dlogits="bfloat16"))
-    def kernel(inputs: Any, options: Any, mesh: Any) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = F.linear(inputs.hidden, inputs.weight)
-        nll = F.cross_entropy(logits.float(), inputs.labels, reduction="none")
-        return torch.where(inputs.mask, nll, 0.0).sum() / inputs.valid_tokens.clamp(min=1)
-
-    return kernel
-
-
-def test_inputs_in_float32_under_autocast_are_rejected() -> None:
-    assert verified(under_autocast("bfloat16"), "bfloat16").verdict is Verdict.AGREE
-    assert verified(under_autocast("float32"), "float32").verdict is Verdict.DISAGREE
