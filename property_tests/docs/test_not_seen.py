@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernel_bank.bugs import Bug, on_inputs, scale_gradient
 from kernel_bank.cross_entropy import STYLES, make
+from kernel_bank.right import KERNELS
 from lossgate import ANY, Layout, Outputs, Precision, candidate
 from lossgate.declaration.candidate import Candidate
 from lossgate.engine.cell import Cell, CellResult, Verdict
@@ -90,6 +91,16 @@ def filtered(*, logits: str) -> Candidate:
         return Outputs(logprobs=logprobs.masked_fill(logprobs.isinf(), -torch.inf))
 
     return kernel
+
+
+@pytest.mark.slow
+def test_a_loss_in_bfloat16_may_need_more_problems() -> None:
+    kernel = KERNELS["divergence_logits_by_torch_low"]
+    few = verified(kernel, "bfloat16")
+    assert few.verdict is Verdict.INCONCLUSIVE
+    assert "raise --examples to about" in few.reasons[0]
+    more = run_cell(Cell(kernel, Layout(), "bfloat16"), Settings(shrink_calls=0, examples=120))
+    assert more.verdict is Verdict.AGREE
 
 
 def test_logits_may_be_coarser_than_the_inputs_of_a_filter() -> None:
