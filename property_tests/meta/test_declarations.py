@@ -164,6 +164,7 @@ def test_a_declaration_without_slips_is_kept() -> None:
     [
         ("hidden", "float32", {}, "float32"),
         ("hidden", "float32", {"products": "tf32"}, "tf32"),
+        ("hidden", "float32", {"products": "bfloat16"}, "bfloat16"),
         ("logits", "float32", {"products": "tf32"}, "float32"),
         ("logits", "float32", {"logprobs": "bfloat16"}, "bfloat16"),
         ("logprobs", "float32", {"logits": "bfloat16"}, "float32"),

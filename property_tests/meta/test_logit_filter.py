@@ -39,6 +39,21 @@ def test_rounding_moves_nothing_across_the_edge(top_k: int | None, top_p: float,
     assert bool(differs.any())  # without the margin they would not agree
 
 
+def sorted_and_cut(logits: Tensor, top_p: float) -> Tensor:
+    """Returns which logits stay in kernels that sort, such as those of Hugging Face and vLLM."""
+    ordered, order = logits.sort(1, descending=True)
+    p = ordered.softmax(1)
+    return (p.cumsum(1) - p < top_p).gather(1, order.argsort(1))
+
+
+def test_a_tie_at_the_edge_of_top_p_is_close() -> None:
+    """Of logits that tie there, the reference keeps all, and a kernel that sorts only some."""
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, -1.0], [2.0, 1.5, 1.0, -9.0, -9.0]], dtype=torch.float64)
+    passing, close = passing_logits(logits, FLOAT_FORMATS["float32"], FilterOptions(top_p=0.6))
+    assert ((sorted_and_cut(logits, 0.6) != passing).any(1) == close).all()
+    assert close.tolist() == [True, False]
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), FILTERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_most_tokens_stay_trained(top_k: int | None, top_p: float, dtype: str) -> None:

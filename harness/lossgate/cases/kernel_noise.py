@@ -64,7 +64,8 @@ class OnGrid(Noise):
 
 def rounds_coarsely(stages: Stages) -> bool:
     """Returns whether a kernel rounds to a coarser format than float32 before it returns."""
-    inner = [stage for name, stage in vars(stages).items() if name != "inputs" and isinstance(stage, FloatFormat)]
+    ends = ("inputs", "gradients")
+    inner = [stage for name, stage in vars(stages).items() if name not in ends and isinstance(stage, FloatFormat)]
     return any(stage != FLOAT32 for stage in inner)
 
 

@@ -136,7 +136,8 @@ class Oracle:
 
     def alike_format(self, output: Output, dtype: torch.dtype) -> FloatFormat:
         """Returns the coarsest format to which all entries of an output may be rounded alike."""
-        stages = (self._stages.dlogits, self._stages.loss) if output.kind == "gradient" else ()
+        of_gradient = (self._stages.dlogits, self._stages.gradients, self._stages.loss)
+        stages = of_gradient if output.kind == "gradient" else ()
         return coarsest(float_format_of(dtype), *stages)
 
     def alike_runs(self, output: Output) -> Tensor | None:

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from lossgate.base.argument import Argument, arguments
 from lossgate.base.names import DTYPES, nearest_dtype
-from lossgate.numerics.float_formats import FLOAT32, FLOAT_FORMATS, TF32, RoundedTo, coarsest_of
+from lossgate.numerics.float_formats import FLOAT_FORMATS, ROUNDED_TO, TF32, RoundedTo, coarsest, coarsest_of
 from lossgate.numerics.rounded_arithmetic import Stages
 
 _COUNTED = {"chunk": "tokens", "vocab_chunk": "rows"}
-_WORDS = {"products": ("float32", "tf32"), "accumulators": ("rounded", "truncated")}
+_WORDS = {"products": ("float32", "tf32", "bfloat16", "float16"), "accumulators": ("rounded", "truncated")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,11 @@ class Precision:
     default, and for names that are left out, it is that of ``loss``. Loss and metrics are not
     computed in it. Log-probabilities and entropies are rounded to ``logprobs`` and ``entropy``, and
     then only to this dtype."""
-    products: Literal["float32", "tf32"] = "float32"
-    """How the factors of products are rounded: not at all, or to the 10 bits of TF32, as
-    ``torch.backends.cuda.matmul.allow_tf32`` and Triton's ``tl.dot`` do with float32."""
+    products: RoundedTo = "float32"
+    """How the factors of products are rounded: not at all; to the 10 bits of TF32, as
+    ``torch.backends.cuda.matmul.allow_tf32`` and Triton's ``tl.dot`` do with float32; or to
+    bfloat16 or float16, as under ``torch.autocast``. Gradients are then rounded to that dtype, too,
+    as they are products."""
     accumulators: Literal["rounded", "truncated"] = "rounded"
     """How products are added up: rounded to nearest, or toward zero, as tensor cores do."""
 
@@ -130,8 +132,9 @@ class Precision:
             caller_reduces_hidden: whether the kernel returns the parts of the hidden states'
                 gradient in the inputs' dtype, and its caller adds them up over tp.
         """
+        inputs, products = FLOAT_FORMATS[dtype], ROUNDED_TO[self.products]
         return Stages(
-            inputs=FLOAT_FORMATS[dtype],
+            inputs=inputs,
             logits=FLOAT_FORMATS[self.logits],
             logsumexp=FLOAT_FORMATS[self.logsumexp],
             logprobs=FLOAT_FORMATS[self.logprobs],
@@ -143,7 +146,8 @@ class Precision:
             reduce_hidden=FLOAT_FORMATS[dtype if caller_reduces_hidden else self.reduce],
             loss=FLOAT_FORMATS[self.loss],
             returned=tuple((name, FLOAT_FORMATS[one]) for name, one in self._named_dtypes.items()),
-            products=TF32 if self.products == "tf32" else FLOAT32,
+            products=products,
+            gradients=inputs if products == TF32 else coarsest(inputs, products),
             truncates=self.accumulators == "truncated",
             chunk=self.chunk,
             grads_in_forward=self.grads_in_forward,

@@ -19,7 +19,7 @@ from lossgate.declaration.precision import Precision
 from lossgate.diagnosis.cause import Cause
 from lossgate.diagnosis.explanation import Explanation
 from lossgate.diagnosis.observed import Observed, scope_of
-from lossgate.numerics.float_formats import FLOAT_FORMATS, float_format_of
+from lossgate.numerics.float_formats import FLOAT_FORMATS, ROUNDED_TO, float_format_of
 from lossgate.specs.outputs import Output
 
 _STAGES: Mapping[str, str] = {
@@ -32,16 +32,20 @@ _STAGES: Mapping[str, str] = {
     "entropy": "the entropies",
     "logprobs": "the log-probabilities",
     "logits": "the logits",
+    "products": "the factors of products",
     "loss": "the arithmetic from log-probabilities to the loss",
 }
 """The stages of a ``Precision``, and what each rounds, in words."""
 _PRODUCT = ("logits", "dlogits")
 _SOFTMAX = (*_PRODUCT, "logsumexp", "logprobs")
 _TOGETHER = tuple(
-    (*stages, *in_a_loop) for stages in (_PRODUCT, _SOFTMAX, (*_SOFTMAX, "loss")) for in_a_loop in ((), ("accumulate",))
+    (*stages, "products", *in_a_loop)
+    for stages in (_PRODUCT, _SOFTMAX, (*_SOFTMAX, "loss"))
+    for in_a_loop in ((), ("accumulate",))
 )
 """The stages that kernels round together: the product, the product and the softmax, or all. Torch
-rounds them together if the inputs are never cast to float32."""
+rounds them together if the inputs are never cast to float32. Under autocast it rounds inputs that
+are in float32, too."""
 _LOOP = {*_PRODUCT, "accumulate", "chunk"}
 """The fields of a kernel that rounds its products and loops over chunks of tokens."""
 _STEPS = {"accumulate": ("chunk", "token", "weight"), "accumulate_hidden": ("vocab_chunk", "vocab", "hidden")}
@@ -120,16 +124,17 @@ def in_one_stage(candidate: Candidate, dtype: str) -> Iterator[Coarser]:
     """
     own, coarse = candidate.precision[dtype], _coarse(dtype)
     for stage in _STAGES:
-        if stage != "returned" or own.returned is None:
-            yield from _rounded(candidate, own, _finer(candidate, own, (stage,), coarse), coarse)
+        if stage != "products" and (stage != "returned" or own.returned is None):
+            yield from _rounded(candidate, own, _finer(candidate, own, (stage,), coarse, dtype), coarse)
     for stage, (size, dim, _) in _STEPS.items():
         declared = getattr(own, size)
         if declared is not None and FLOAT_FORMATS[getattr(own, stage)].unit >= FLOAT_FORMATS[coarse].unit:
             for smaller in (step for step in _USUAL_STEPS if step < declared):
                 rounds = f"{_STAGES[stage]} after fewer {_COUNTED[dim]}"
                 yield Coarser({size: smaller}, rounds, coarse, guessed=size)
-    if own.products != "tf32":
-        yield Coarser({"products": "tf32"}, "the factors of products", "TF32")
+    for to in ("tf32", "float16", "bfloat16") if dtype == "float32" else ("tf32",):  # the finest that explains all
+        if ROUNDED_TO[own.products].unit < ROUNDED_TO[to].unit:
+            yield Coarser({"products": to}, _STAGES["products"], to.upper() if to == "tf32" else to)
     if not own.grads_in_forward and dtype != "float32":
         yield Coarser({"grads_in_forward": True}, "gradients both in forward and in backward", dtype)
 
@@ -137,7 +142,7 @@ def in_one_stage(candidate: Candidate, dtype: str) -> Iterator[Coarser]:
 def in_several_stages(candidate: Candidate, dtype: str) -> Iterator[Coarser]:
     """Yields the changes of several stages at once. The first changes round the least."""
     own, coarse = candidate.precision[dtype], _coarse(dtype)
-    for stages in dict.fromkeys(_finer(candidate, own, together, coarse) for together in _TOGETHER):
+    for stages in dict.fromkeys(_finer(candidate, own, together, coarse, dtype) for together in _TOGETHER):
         if len(stages) > 1:
             yield from _rounded(candidate, own, stages, coarse)
 
@@ -158,16 +163,20 @@ def _coarse(dtype: str) -> str:
     return dtype if dtype == "float16" else "bfloat16"
 
 
-def _finer(candidate: Candidate, own: Precision, stages: tuple[str, ...], to: str) -> tuple[str, ...]:
-    """Returns the stages that a candidate has and declares finer than a dtype."""
+def _finer(candidate: Candidate, own: Precision, stages: tuple[str, ...], to: str, dtype: str) -> tuple[str, ...]:
+    """Returns the stages that a candidate has and declares finer than ``to``, for inputs in
+    ``dtype``.
+    """
 
     def is_finer(stage: str) -> bool:
         if stage in _STEPS and _STEPS[stage][2] not in candidate.starts_at.leaves:
             return False
         if stage == "reduce" and "tp" not in candidate.axes:
             return False
-        declared = own.loss if stage == "returned" else getattr(own, stage)
-        return FLOAT_FORMATS[declared].unit < FLOAT_FORMATS[to].unit
+        if stage == "products" and (dtype != "float32" or "weight" not in candidate.starts_at.leaves):
+            return False
+        declared: Any = own.loss if stage == "returned" else getattr(own, stage)
+        return ROUNDED_TO[declared].unit < FLOAT_FORMATS[to].unit
 
     return tuple(filter(is_finer, stages))
 

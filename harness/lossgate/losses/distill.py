@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spec ``distill``: the Kullback-Leibler divergence to a teacher whose top-k logits are known."""
 
+from functools import partial
 from math import inf
 from typing import Literal
 
@@ -128,16 +129,26 @@ def _teacher(batch: DistillBatch, options: DistillOptions) -> Tensor:
 
 
 def _through_the_whole_vocabulary(
-    values: TokenValues, batch: DistillBatch, options: DistillOptions
+    values: TokenValues, batch: DistillBatch, options: DistillOptions, *, of_logits: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Computes the top-k from log-probabilities in the whole vocabulary, and the tail from their
     entropy, as NeMo-RL does. The terms of a divergence are ``p log p - p log q``, as in
     ``torch.nn.functional.kl_div``.
+
+    Args:
+        of_logits: whether the entropy is ``logsumexp - <p, z>``, of logits z. It is ``-<p, log p>``
+            otherwise.
     """
-    logprobs = torch.where(batch.mask[:, None], values.logits, 0.0).log_softmax(1)
+    logits = torch.where(batch.mask[:, None], values.logits, 0.0)
+    logprobs = logits.log_softmax(1)
     student, teacher = logprobs.gather(1, batch.teacher_indices), _teacher(batch, options)
     inside = (student.exp() * (student - options.log_infinitesimal)).sum(1)
-    tail = (logprobs.exp() * logprobs).sum(1) - options.log_infinitesimal - inside
+    if of_logits:
+        probabilities = logits.log_softmax(1).exp()  # computed apart from those of the top-k
+        negative_entropy = (probabilities * logits).sum(1) - logits.logsumexp(1)
+    else:
+        negative_entropy = (logprobs.exp() * logprobs).sum(1)
+    tail = negative_entropy - options.log_infinitesimal - inside
     if not options.zero_outside_topk:
         student, tail = student - student.logsumexp(1, keepdim=True), torch.zeros_like(tail)
     forward = _term_by_term(teacher, student)
@@ -159,7 +170,7 @@ def _term_by_term(logp: Tensor, logq: Tensor) -> Tensor:
     options=DistillOptions,
     heads=("hidden", "logits"),
     uses=("logits",),
-    also_written=(_through_the_whole_vocabulary,),
+    also_written=(_through_the_whole_vocabulary, partial(_through_the_whole_vocabulary, of_logits=True)),
     gathered_ids="teacher_indices",
     temperature="temperature",
     draw=_draw,

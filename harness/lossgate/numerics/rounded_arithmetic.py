@@ -17,7 +17,10 @@ class Stages:
     """The format to which a kernel rounds at each stage; see ``declaration.precision``."""
 
     inputs: FloatFormat
-    """The format of the kernel's inputs, and so of its gradients."""
+    """The format of the kernel's inputs."""
+    gradients: FloatFormat
+    """The format of the gradients that products give: that of inputs, or a coarser one of
+    products."""
     logits: FloatFormat
     logsumexp: FloatFormat
     logprobs: FloatFormat

@@ -73,7 +73,7 @@ class TokenSum:
         nothing.
         """
         if self._of_rank is not None:
-            of_rank, to = self._of_rank, self._run.stages.inputs
+            of_rank, to = self._of_rank, self._run.stages.gradients
             part = by_rows(of_rank, lambda rows: self._run.noise.round(of_rank[:, rows], to))
             self._total = part if self._total is None else self._total + part
         self._of_rank = None

@@ -112,16 +112,16 @@ def passing_logits(logits: Tensor, coarsest: FloatFormat, options: FilterOptions
         close |= ordered[:, options.top_k - 1] - ordered[:, options.top_k] < margin
         ordered = ordered[:, : options.top_k]
     if options.top_p < 1:
-        close |= _close_to_top_p(ordered, passing.sum(1), options.top_p, margin)
+        close |= _close_to_top_p(ordered, options.top_p, margin)
     return passing, close
 
 
-def _close_to_top_p(ordered: Tensor, kept: Tensor, top_p: float, margin: Tensor) -> Tensor:
-    """Returns ``[T]`` bool: rounding could change which logits top-p keeps.
+def _close_to_top_p(ordered: Tensor, top_p: float, margin: Tensor) -> Tensor:
+    """Returns ``[T]`` bool: rounding, or the order of equal logits, could change which logits top-p
+    keeps.
 
     Args:
         ordered: ``[T, k]``, the logits that top-k leaves, the largest first.
-        kept: ``[T]``, how many logits top-p keeps.
         top_p: the probability that they must reach.
         margin: ``[T]``, by how much rounding may move two logits apart.
     """
@@ -129,7 +129,8 @@ def _close_to_top_p(ordered: Tensor, kept: Tensor, top_p: float, margin: Tensor)
     reached = ordered.softmax(1).cumsum(1)[:, :-1]  # all together are 1, which nothing moves
     apart = (reached.logit() - log(top_p / (1 - top_p))).abs()
     gaps = ordered[:, :-1] - ordered[:, 1:]
-    is_edge = kept[:, None] == torch.arange(1, ordered.shape[1])
+    needed = (reached < top_p).sum(1, keepdim=True) + 1  # a kernel that sorts keeps no more, whatever ties with them
+    is_edge = needed == torch.arange(1, ordered.shape[1])
     near_sum, near_tie = apart < margin[:, None], is_edge & (gaps < margin[:, None])
     return (near_sum | near_tie).any(1)
 

@@ -162,6 +162,14 @@ def _tail_of_rests(s: Scores, ids: Tensor, infinitesimal: float) -> Tensor:
     return rest - infinitesimal * (1 - inside.exp().sum(-1))
 
 
+def _tail_of_entropy(s: Scores, ids: Tensor, infinitesimal: float) -> Tensor:
+    """-H - c - sum over the top-k of q (log q - c), with the entropy H as lse - <q, z>."""
+    log_q = s.logits - torch.logsumexp(s.logits, -1, keepdim=True)
+    entropy = torch.logsumexp(s.logits, -1) - (log_q.exp() * s.logits).sum(-1)
+    inside = log_q.gather(1, ids)
+    return -entropy - infinitesimal - (inside.exp() * (inside - infinitesimal)).sum(-1)
+
+
 def _distill(kl: Any, renormalised: Any, tail: Any) -> Any:
     def loss(s: Scores, batch: Batch, options: Any) -> Tensor:
         ids = batch["teacher_indices"]
@@ -187,7 +195,7 @@ def distillations() -> Iterator[Candidate]:
     names = ("kl_type", "mixed_kl_weight", "zero_outside_topk", "log_infinitesimal")
     given: dict[str, Any] = {"supports": dict.fromkeys(names, ANY)}
     students = (softmax_of_gathered, renormalised_softmax, gathered_less_logsumexp, softmax_of_gathered)
-    tails = (_tail_over_vocabulary, _tail_of_rests, _tail_over_vocabulary, _tail_of_rests)
+    tails = (_tail_over_vocabulary, _tail_of_rests, _tail_of_entropy, _tail_of_rests)
     for kl, student, tail in zip(KLS, students, tails, strict=True):
         write = _distill(kl, student, tail)
         yield of_tokens(kl.__name__, "distill", "hidden", write, formats=TRAINED, **given)

@@ -2,7 +2,11 @@
 """Log-probabilities and entropies of single tokens: spec ``token_logprobs``."""
 
 from collections.abc import Iterator
+from math import inf
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from kernel_bank.right.formats import COARSE_LOGITS, COARSE_LOSS, DOUBLE, FINE, LOW, LOW_LOSS, TRAINED, Formats
 from kernel_bank.right.kernel import Call, declared
@@ -24,6 +28,7 @@ from kernel_bank.right.logprobs import (
     row_by_row,
 )
 from lossgate.declaration.candidate import Candidate, Outputs
+from lossgate.declaration.supports import ANY
 
 
 def _both(
@@ -44,6 +49,33 @@ def _both(
     return declared(name, "token_logprobs", head, kernel, **given)
 
 
+def sorted_and_cut(logits: Tensor, options: Any) -> Tensor:
+    """Filters logits as Hugging Face, vLLM and NeMo-RL do: of logits that tie with the last of the
+    nucleus only those stay that it needs, whichever the sort puts first.
+    """
+    if options.top_k is not None:
+        logits = logits.masked_fill(logits < logits.topk(min(options.top_k, logits.shape[1])).values[:, -1:], -inf)
+    if options.top_p == 1:
+        return logits
+    ordered, order = logits.sort(1, descending=True)
+    p = ordered.softmax(1)
+    above = p.cumsum(1) - p
+    return logits.masked_fill((above >= options.top_p).scatter(1, order, above >= options.top_p), -inf)
+
+
+def _filtered(head: str, formats: Formats) -> Candidate:
+    def kernel(call: Call) -> Outputs:
+        scores = call.scores(slice(None), call.leaves)
+        logprobs = torch.log_softmax(sorted_and_cut(scores.logits, call.options), 1)
+        own = scores.vocab.pick(logprobs, scores.labels)
+        # An entropy without a gradient; a label that is filtered out has none either.
+        entropy = -(logprobs.exp() * logprobs.nan_to_num(neginf=0.0)).sum(1)
+        return Outputs(logprobs=torch.where(own.isinf(), -inf, own), token_entropy=entropy)
+
+    given: dict[str, Any] = {"supports": {"top_k": ANY, "top_p": ANY}, "differentiable": ("logprobs",)}
+    return declared("sorted_and_cut", "token_logprobs", head, kernel, formats=formats, **given)
+
+
 def _kernels() -> Iterator[Candidate]:
     yield _both("hidden", log_softmax, entropy_of_logprobs, TRAINED)
     yield _both("hidden", log_softmax, entropy_of_logits, FINE)
@@ -62,6 +94,8 @@ def _kernels() -> Iterator[Candidate]:
     yield _both("logits", logaddexp_of_tiles, entropy_of_logits, FINE)
     yield _both("logits", online, entropy_of_probabilities, FINE)
     yield _both("logits", parallel_shifted, parallel_entropy, FINE, parallel=True)
+    yield _filtered("logits", FINE)
+    yield _filtered("hidden", FINE)
 
 
 KERNELS = tuple(_kernels())

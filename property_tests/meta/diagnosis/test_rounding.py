@@ -2,6 +2,7 @@
 """What a kernel rounds and does not declare is named, with what to declare."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +66,26 @@ def sentences(result: CellResult) -> tuple[str, ...]:
     assert result.verdict is Verdict.DISAGREE
     assert result.run.diagnosis is not None
     return result.run.diagnosis.sentences
+
+
+@pytest.mark.parametrize("dtype", [BF16, "float16"])
+def test_factors_that_autocast_rounds_are_named_with_their_format(dtype: str) -> None:
+    @candidate("nll", head="hidden", dtypes=("float32",))
+    def kernel(inputs: Any, options: Any, mesh: Any) -> Tensor:
+        with torch.autocast("cpu", getattr(torch, dtype)):
+            logits = F.linear(inputs.hidden, inputs.weight)
+        losses = losses_of(logits.float(), inputs.labels)
+        return torch.where(inputs.mask, losses, 0.0).sum() / inputs.valid_tokens.clamp(min=1)
+
+    def verified(kernel: Candidate) -> CellResult:
+        return run_cell(Cell(kernel, Layout(), "float32"), Settings(shrink_calls=0))
+
+    cause, *_, todo = sentences(verified(kernel))
+    assert f"the kernel rounds the factors of products to {dtype}, but" in cause
+    assert f"declare for float32 Precision(products='{dtype}')" in todo
+    declared: dict[str, Any] = {"products": dtype, "logits": dtype, "dlogits": dtype}
+    right = replace(kernel, precision={"float32": Precision(**declared)})
+    assert verified(right).verdict is Verdict.AGREE
 
 
 @pytest.mark.slow(but=1)

@@ -103,7 +103,27 @@ def coarse_result(inputs: NllHidden, options: Any, mesh: Any) -> Outputs:
 
 SUMS = nll(rows=16, dtype="bfloat16")
 
+
+def under_autocast(dtype: torch.dtype) -> Candidate:
+    """Returns an NLL whose product is one of ``torch.autocast``, for float32 inputs."""
+
+    @candidate("nll", head="hidden", dtypes=("float32",))
+    def kernel(inputs: NllHidden, options: Any, mesh: Any) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            logits = torch.nn.functional.linear(inputs.hidden, inputs.weight)
+        nll = torch.nn.functional.cross_entropy(logits.float(), inputs.labels, reduction="none")
+        return torch.where(inputs.mask, nll, 0.0).sum() / inputs.valid_tokens.clamp(min=1)
+
+    return kernel
+
+
+def of_autocast(dtype: Any) -> Precision:
+    return Precision(products=dtype, logits=dtype, dlogits=dtype)
+
+
 KERNELS = {
+    "bfloat16": (under_autocast(torch.bfloat16), of_autocast("bfloat16")),
+    "float16": (under_autocast(torch.float16), of_autocast("float16")),
     "tf32": (nll(in_tf32), Precision(products="tf32")),
     "truncated": (nll(truncated), Precision(accumulators="truncated")),
     "entropy": (coarse_entropy, Precision(entropy="bfloat16")),

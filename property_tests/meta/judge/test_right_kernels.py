@@ -69,6 +69,7 @@ SLICE = (
     ("nll_hidden_label_apart_float64", "float32", "single"),
     ("token_logprobs_logits_log_softmax_entropy_of_logprobs_low", "bfloat16", "single"),
     ("grpo_hidden_minimum_float32", "float16", "dp=2"),
+    ("token_logprobs_logits_sorted_and_cut_float32", "bfloat16", "single"),
 )
 """At least one kernel of every file of the bank, and every dtype and axis."""
 
@@ -116,6 +117,11 @@ ROUNDED_ON_THE_WAY = (
         masks=("holes", "all", "response", "response", "response", "all", "holes", "holes"),
         options={"use_rho_correction": False, "loss_fn": "cispo", "clip_lower": 0.1, "clip_higher": 0.2},
         scenario={"advantages": "zero", "generation": "everywhere"}, label_boost=12.0, seed=2916830008,
+    ),
+    Problem(  # an entropy as lse - <p, z> of large logits, where p does not quite sum to 1
+        spec="distill", head="hidden", dtype="float16", lengths=(2,), masks=("all",), vocab=16, hidden=8,
+        options={"kl_type": "mixed", "zero_outside_topk": True, "log_infinitesimal": -20.0, "temperature": 0.4},
+        scenario={"teacher": "near"}, logit_std=30.0, label_boost=12.0, seed=135487068,
     ),
 )  # fmt: skip
 

@@ -108,8 +108,8 @@ def _grad_hidden(dlogits: Tensor, weight: Tensor, partition: Partition, run: Rou
     shards = [shard for shard in partition.vocab_shards if shard.end > shard.start]
     parts = [_vocab_part(dlogits, weight, shard, run) for shard in shards]
     if len(parts) == 1:
-        return run.noise.round(parts[0], run.stages.inputs)
-    return run.noise.round(run.running_sum(parts, run.stages.reduce_hidden), run.stages.inputs)
+        return run.noise.round(parts[0], run.stages.gradients)
+    return run.noise.round(run.running_sum(parts, run.stages.reduce_hidden), run.stages.gradients)
 
 
 def _vocab_part(dlogits: Tensor, weight: Tensor, shard: VocabShard, run: RoundedRun) -> Tensor:
