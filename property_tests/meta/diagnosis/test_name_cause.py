@@ -356,7 +356,7 @@ def test_mistakes_that_the_problems_do_not_tell_apart_are_one_of_these() -> None
 
 
 def test_too_few_failing_problems_tell_nothing() -> None:
-    assert name_cause([], counterfactuals_of(SPECS["nll"], "hidden").values()) is None
+    assert name_cause([], counterfactuals_of(SPECS["nll"], "hidden").values()).sentences == ()
 
 
 def test_the_cause_is_shown_and_written() -> None:
