@@ -139,17 +139,20 @@ def cases_like(
 def _like(failing: Problem, entry: Entry, cell: Cell, *, own_numbers: bool, trains_nothing: bool) -> Entry:
     """Returns an entry whose problem resembles the failing one. Its sequences and sizes stay.
 
-    If ``own_numbers``, it also keeps its weights and the size of its logits.
+    If ``own_numbers``, it also keeps its weights, the size of its logits, and which outputs have an
+    upstream gradient.
     """
     spec, own, options = cell.candidate.spec, entry.bound.problem, failing.options
     if own_numbers:
         options = _with_weights(options, own.options, spec)
     bias = failing.bias and own.vocab > 1  # the bias of a single row has no gradient
-    problem = replace(own, options=options, scenario=failing.scenario, bias=bias, cotangent=failing.cotangent)
+    problem = replace(own, options=options, scenario=failing.scenario, bias=bias)
     if trains_nothing:
         problem = replace(problem, masks=("none",) * len(problem.masks))
     if not own_numbers:
-        problem = replace(problem, logit_std=failing.logit_std, label_boost=failing.label_boost)
+        problem = replace(
+            problem, logit_std=failing.logit_std, label_boost=failing.label_boost, cotangent=failing.cotangent
+        )
     return replace(entry, bound=BoundProblem(spec, problem), drawn=problem)
 
 
