@@ -293,7 +293,8 @@ def _of_bounded(bound: float, found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return of(args[0].clamp(-bound, bound))
 
 
-def _where_it_overflows(number: float, found: Tensor, args: tuple[Any, ...]) -> Tensor:
+def where_it_overflows(number: float, found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Returns the result of an operation with a number where float32 would be infinite."""
     return torch.where(found > _LARGEST, number, found)
 
 
@@ -430,8 +431,8 @@ _CHANGES: Mapping[str, Mapping[str, Rewrite]] = {
     "exp": {
         **_LEFT_OUT,
         **{f"its argument is bounded by -{x:g} and {x:g}": partial(_of_bounded, x) for x in _BOUNDS},
-        "what overflows float32 becomes 0": partial(_where_it_overflows, 0.0),
-        "what overflows float32 becomes the largest number": partial(_where_it_overflows, _LARGEST),
+        "what overflows float32 becomes 0": partial(where_it_overflows, 0.0),
+        "what overflows float32 becomes the largest number": partial(where_it_overflows, _LARGEST),
     },
     "where": {
         "the condition is ignored": _second,
