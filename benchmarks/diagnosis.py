@@ -96,13 +96,13 @@ def diagnosed(candidate: Candidate, layout: str, answers: Mapping[str, list[str]
     """
     spent, equal = 0.0, False
 
-    def timed(cell: Cell, failing: Problem, world: World, settings: Settings, *, smallest: Problem) -> Diagnosis | None:
+    def timed(cell: Cell, failing: Problem, world: World, settings: Settings) -> Diagnosis:
         nonlocal spent, equal
         start = process_time()
         names = answers.get(candidate.name, ()) if without else ()
-        found = _DIAGNOSE(cell, failing, world, settings, names, smallest)
+        found = _DIAGNOSE(cell, failing, world, settings, names)
         spent = process_time() - start
-        if without and found is not None and found.causes:
+        if without and found.causes:
             equal = explains_more(found, cell, failing, world, settings)
         return found
 

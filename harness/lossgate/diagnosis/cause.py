@@ -83,9 +83,6 @@ class Diagnosis:
 
     @property
     def _explained(self) -> str:
-        if not self.asked:
-            few = f", and the {self.problems} of {self.tried} other problems that disagree" if self.problems else ""
-            return f"the problem below{few}"
         explained = f"{self.problems} of {self.failing}" if self.failing else f"all {self.problems}"
         others = f"none of the {self.asked - len(self.causes)} other known mistakes does"
         return f"{explained} failing problems ({', '.join(self.layouts)}), and {others}"

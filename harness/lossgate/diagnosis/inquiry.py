@@ -27,6 +27,8 @@ class Inquiry:
     """The state of a diagnosis. Cases are run when they are needed."""
 
     cases: Iterator[Case]
+    alike: Iterator[Case]
+    """Cases like the failing problem, for a kernel that fails on few others."""
     seen: list[Observed] = field(default_factory=list)
     """The cases that have run."""
     known: list[Counterfactual] = field(default_factory=list)
@@ -40,10 +42,14 @@ class Inquiry:
 
     def observe(self, failing: int) -> bool:
         """Runs cases until a number of them have failed. Returns whether so many have."""
+        return self._found(failing, self.cases) or self._found(failing, self.alike)
+
+    def _found(self, failing: int, cases: Iterator[Case]) -> bool:
         while (missing := failing - len(self.failing)) > 0:
-            if len(self.seen) >= (_TRIED_IF_FEW_ARE_MISSING if missing <= FIRST else _TRIED):
+            is_enough = len(self.seen) >= (_TRIED_IF_FEW_ARE_MISSING if missing <= FIRST else _TRIED)
+            if is_enough and cases is self.cases:
                 return False
-            case = next(self.cases, None)
+            case = next(cases, None)
             if case is None:
                 return False
             try:

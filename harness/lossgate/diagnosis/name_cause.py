@@ -9,9 +9,9 @@ small one, a wrong cause sometimes fits.
 
 from collections.abc import Callable, Collection, Iterable
 
-from lossgate.base.errors import CandidateError
 from lossgate.cases.case import Case
 from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.families.factors import powers_of_options
 from lossgate.counterfactuals.families.loss_terms import terms
 from lossgate.counterfactuals.families.operations import operations
 from lossgate.counterfactuals.families.rounded import rounded
@@ -20,12 +20,11 @@ from lossgate.diagnosis.coarser_precision import coarser
 from lossgate.diagnosis.explanation import Explanation, said
 from lossgate.diagnosis.fitted_numbers import fitted_factors, mixed_in, whole_number
 from lossgate.diagnosis.inquiry import FIRST, FRESH, Inquiry
-from lossgate.diagnosis.observed import Observed, layouts_of
+from lossgate.diagnosis.observed import layouts_of
 from lossgate.diagnosis.one_mistake import beside_rounding, condition_alone, explaining, on_most_problems, one_mistake
 from lossgate.diagnosis.partly import partly
 from lossgate.diagnosis.two_mistakes import two_mistakes
 from lossgate.diagnosis.where import where
-from lossgate.worlds.base import RankFailure
 
 _HYPOTHESES: tuple[Callable[[Inquiry], list[Explanation]], ...] = (
     one_mistake,
@@ -42,9 +41,9 @@ with a sure explanation is told."""
 
 
 def name_cause(
-    cases: Iterable[Case], bank: Iterable[Counterfactual], without: Collection[str] = (), smallest: Case | None = None
-) -> Diagnosis | None:
-    """Returns the diagnosis of a disagreement; None if too few problems fail.
+    cases: Iterable[Case], bank: Iterable[Counterfactual], without: Collection[str] = (), alike: Iterable[Case] = ()
+) -> Diagnosis:
+    """Returns the diagnosis of a disagreement. It has no cause if too few problems fail.
 
     Args:
         cases: cases of one candidate, of ordinary size, on several layouts in turn. Only as many
@@ -52,16 +51,14 @@ def name_cause(
         bank: the counterfactuals, the plainest first.
         without: names that are left out. A benchmark leaves out the right ones, to see whether a
             wrong one is told.
-        smallest: the case of the problem that the user sees. If few others fail, it tells whether
-            the kernel rounds more than it declares.
+        alike: cases like the problem that the user sees, with other sizes and numbers. They are run
+            if few others fail.
     """
-    inquiry = Inquiry(iter(cases))
-    if not inquiry.observe(FIRST):
-        return _rounded_on_few(inquiry, smallest)
-    _compare(inquiry, bank, without)
+    inquiry = Inquiry(iter(cases), iter(alike))
+    if inquiry.observe(FIRST):
+        _compare(inquiry, bank, without)
     if not inquiry.observe(FIRST + FRESH):
-        few = None if inquiry.likely else _rounded_on_few(inquiry, smallest)
-        return few or Diagnosis(problems=len(inquiry.failing), tried=len(inquiry.seen), where=where(inquiry.failing))
+        return Diagnosis(problems=len(inquiry.failing), tried=len(inquiry.seen), where=where(inquiry.failing))
     asked = len(inquiry.known)
     for explain in _HYPOTHESES:
         if (found := said(explain(inquiry), asked)) is not None:
@@ -74,9 +71,9 @@ def name_cause(
 def _compare(inquiry: Inquiry, bank: Iterable[Counterfactual], without: Collection[str]) -> None:
     """Compares mistakes with the first failing problems.
 
-    These are the bank, the terms of the loss, and factors. If none of them explains all, single
-    values that may be rounded and single operations of the loss are added. If nothing fits at all,
-    other losses that may be mixed in are added.
+    These are the bank, the terms of the loss, and factors. If none of them explains all, powers of
+    options, single values that may be rounded and single operations of the loss are added. If
+    nothing fits at all, other losses that may be mixed in are added.
     """
 
     def ask(mistakes: Iterable[Counterfactual]) -> list[Explanation]:
@@ -87,25 +84,10 @@ def _compare(inquiry: Inquiry, bank: Iterable[Counterfactual], without: Collecti
     first = inquiry.failing[0]
     found = ask([*bank, *terms(first.setting), *fitted_factors(first)])
     if all(any(one.left) for one in found):  # each leaves something unexplained
-        found += ask([*rounded(first.setting), *operations(first.setting)])
+        found += ask([*powers_of_options(first.setting), *rounded(first.setting), *operations(first.setting)])
     if not found:
         found = ask(mixed_in(first))
     inquiry.likely = [one.mistake for one in sorted(found, key=lambda one: one.left) if one.mistake is not None]
-
-
-def _rounded_on_few(inquiry: Inquiry, smallest: Case | None) -> Diagnosis | None:
-    """Returns the diagnosis that a kernel rounds more than it declares. None unless this explains
-    the problem that the user sees and the few others that fail.
-    """
-    if smallest is None:
-        return None
-    try:
-        shown = Observed(smallest)
-    except (RankFailure, CandidateError):  # this time it failed without outputs
-        return None
-    found = coarser([shown, *inquiry.failing]) if shown.wrong else []
-    causes = tuple(one.cause for one in found)
-    return Diagnosis(causes=causes, problems=len(inquiry.failing), tried=len(inquiry.seen)) if causes else None
 
 
 def _some_agree_if_coarser(inquiry: Inquiry) -> tuple[str, ...]:

@@ -4,7 +4,8 @@
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, islice, product
+from math import ceil
 from typing import Any
 
 from lossgate.adequacy.deck import deck_of
@@ -27,6 +28,13 @@ from lossgate.worlds.base import World
 _PATIENCE = 10.0
 """Seconds after which a rank is taken to hang if its layout is not that of the cell."""
 
+_ALIKE = 24
+"""The most cases that are made like the failing problem."""
+_LONGER = (1.25, 1.0, 1.5, 1.1)
+"""The factors by which their sequences are longer, in turn."""
+_LONGEST = 2**14
+"""If the failing problem has more tokens, no such cases are made, because they take long."""
+
 
 def diagnose(
     cell: Cell,
@@ -34,9 +42,8 @@ def diagnose(
     world: World,
     settings: Settings,
     without: Collection[str] = (),
-    smallest: Problem | None = None,
-) -> Diagnosis | None:
-    """Returns the diagnosis of a disagreement; None if too few problems tell.
+) -> Diagnosis:
+    """Returns the diagnosis of a disagreement.
 
     Args:
         cell: a cell of agreement.
@@ -44,12 +51,23 @@ def diagnose(
         world: where the ranks run.
         settings: the seed chooses the problems.
         without: names of mistakes to leave out.
-        smallest: the problem that is shown, after it was shrunk.
     """
     bank = counterfactuals_of(cell.candidate.spec, cell.candidate.head)
     with further_cases(cell, failing, world, settings) as cases:
-        shown = Case(cell.candidate, smallest, world) if smallest is not None else None
-        return name_cause(cases, bank.values(), without, shown)
+        return name_cause(cases, bank.values(), without, _alike(cell, failing, world))
+
+
+def _alike(cell: Cell, failing: Problem, world: World) -> Iterator[Case]:
+    """Yields cases like a failing problem, as long as it or longer, with other numbers.
+
+    What is wrong must show on sequences of other lengths, too: a chunk that is lost has as many
+    tokens as the problem gives it.
+    """
+    if failing.tokens > _LONGEST:
+        return
+    for number, longer in enumerate(islice(cycle(_LONGER), _ALIKE), start=1):
+        lengths = tuple(ceil(length * longer) for length in failing.lengths)
+        yield Case(cell.candidate, replace(failing, lengths=lengths, seed=(failing.seed + number) % 2**32), world)
 
 
 @contextmanager
@@ -121,17 +139,20 @@ def cases_like(
 def _like(failing: Problem, entry: Entry, cell: Cell, *, own_numbers: bool, trains_nothing: bool) -> Entry:
     """Returns an entry whose problem resembles the failing one. Its sequences and sizes stay.
 
-    If ``own_numbers``, it also keeps its weights and the size of its logits.
+    If ``own_numbers``, it also keeps its weights, the size of its logits, and which outputs have an
+    upstream gradient.
     """
     spec, own, options = cell.candidate.spec, entry.bound.problem, failing.options
     if own_numbers:
         options = _with_weights(options, own.options, spec)
     bias = failing.bias and own.vocab > 1  # the bias of a single row has no gradient
-    problem = replace(own, options=options, scenario=failing.scenario, bias=bias, cotangent=failing.cotangent)
+    problem = replace(own, options=options, scenario=failing.scenario, bias=bias)
     if trains_nothing:
         problem = replace(problem, masks=("none",) * len(problem.masks))
     if not own_numbers:
-        problem = replace(problem, logit_std=failing.logit_std, label_boost=failing.label_boost)
+        problem = replace(
+            problem, logit_std=failing.logit_std, label_boost=failing.label_boost, cotangent=failing.cotangent
+        )
     return replace(entry, bound=BoundProblem(spec, problem), drawn=problem)
 
 

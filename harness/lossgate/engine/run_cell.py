@@ -102,7 +102,7 @@ def _diagnosed(run: CellRun, world: World, settings: Settings) -> CellRun:
     example = smallest if is_large(first) else first
     if is_large(example):
         return run
-    return replace(run, diagnosis=diagnose(cell, example, world, settings, smallest=smallest))
+    return replace(run, diagnosis=diagnose(cell, example, world, settings))
 
 
 def _run_so_far(

@@ -15,7 +15,7 @@ from lossgate.cases.placement import PlacedProblem, sample_problems
 from lossgate.counterfactuals.bank import FAMILIES, counterfactuals_of
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.families.loss_terms import terms
-from lossgate.counterfactuals.families.operations import operations
+from lossgate.counterfactuals.families.operations import operations, where_it_overflows
 from lossgate.counterfactuals.families.rounded import rounded
 from lossgate.counterfactuals.seams import same
 from lossgate.counterfactuals.setting import Setting
@@ -26,7 +26,7 @@ from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
 from lossgate.problems.whole_sequences import Tokens
-from lossgate.specs.outputs import Output, metric_output
+from lossgate.specs.outputs import LOSS, Output, metric_output
 
 ALL = [(name, head) for name, spec in SPECS.items() for head in spec.inputs]
 
@@ -75,6 +75,67 @@ def test_a_count_of_one_rank_changes_loss_and_gradients() -> None:
     one = counterfactuals_of(SPECS["nll"], "logits")["valid_tokens local over dp"]
     assert {str(o) for o in changed(one, settings("nll", "logits", "dp=2", 40))} == {"loss", "grad of logits"}
     assert changed(one, settings("nll", "logits", "cp=2", 6)) == set()
+
+
+def test_a_factor_of_the_loss_leaves_metrics_alone() -> None:
+    one = counterfactuals_of(SPECS["nll"], "logprobs")["loss times 1 / (2)"]
+    asked = settings("nll", "logprobs", "single", 6, "shard", "ppl_max", "n_tokens")
+    assert {str(o) for o in changed(one, asked)} == {"loss", "grad of logprobs"}
+
+
+def test_a_count_may_have_the_sequences_too() -> None:
+    one = counterfactuals_of(SPECS["value"], "values")["valid_tokens is more by the number of sequences"]
+    for setting in settings("value", "values", "single", 6):
+        count, epsilon = float(setting.fields["valid_tokens"]), setting.bound_spec.options.epsilon
+        loss, wrong = setting.bound.reference(setting.returned), one.run(setting)
+        if count and wrong is not None:
+            factor = (count + epsilon) / (count + len(setting.lengths) + epsilon)
+            torch.testing.assert_close(wrong[LOSS], factor * loss[LOSS])
+
+
+@pytest.mark.parametrize(("what", "power"), [("times its tokens", 1), ("divided by its tokens", -1)])
+def test_sequences_may_be_weighed_by_their_tokens(what: str, power: int) -> None:
+    one = counterfactuals_of(SPECS["clipped_pg"], "logprobs")[f"each sequence {what}"]
+    asked = settings("clipped_pg", "logprobs", "single", 40, "shard", "kl_penalty", "probs_ratio")
+    assert {str(o) for o in changed(one, asked)} == {"loss", "grad of logprobs"}
+    alone = 0
+    for setting in asked:
+        trained = setting.spec.trained_of(setting.fields)
+        wrong, right = one.run(setting), setting.bound.reference(setting.returned)
+        if wrong is not None and len(setting.fields["sequence"][trained].unique()) == 1:
+            count = int(trained.sum()) + setting.bound_spec.options.epsilon
+            torch.testing.assert_close(wrong[LOSS], count**power * right[LOSS])
+            alone += 1
+    assert alone
+
+
+@pytest.mark.parametrize("what", ["first chunk left out", "second chunk left out", "third chunk twice"])
+def test_early_chunks_may_be_lost_or_doubled(what: str) -> None:
+    one = counterfactuals_of(SPECS["nll"], "logits")[what]
+    assert {str(o) for o in changed(one, settings("nll", "logits", "single", 12))} == {"loss", "grad of logits"}
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "the lower bound is left out",
+        "the upper bound is left out",
+        "the bounds are -10 and 10",
+        "its argument is bounded by -10 and 10",
+        "what is subtracted is doubled",
+        "it is taken for false",
+        "its size, not its square",
+    ],
+)
+def test_an_operation_may_have_other_bounds(what: str) -> None:
+    asked = settings("grpo", "logprobs", "single", 30, "shard", "clipfrac", "kl1", "kl2")
+    assert any(changed(one, [setting]) for setting in asked for one in operations(setting) if one.name.endswith(what))
+
+
+@pytest.mark.parametrize(("number", "expected"), [(0.0, [1.0, 0.0]), (7.0, [1.0, 7.0])])
+def test_what_overflows_float32_becomes_a_number(number: float, expected: list[float]) -> None:
+    found = torch.tensor([0.0, 89.0], dtype=torch.float64).exp()
+    assert where_it_overflows(number, found, ()).tolist() == expected
 
 
 def test_a_metric_is_changed_alone() -> None:

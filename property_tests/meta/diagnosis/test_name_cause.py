@@ -85,6 +85,29 @@ def test_a_mistake_of_a_spec_is_named(spec: str, head: str, bug: str, name: str,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("spec", "head", "option", "value"),
+    [("nll", "logits", "reduction", "sum"), ("dpo", "logprobs", "loss_type", "ipo")],
+)
+def test_a_factor_of_loss_and_gradients_is_not_told_of_the_loss_alone(
+    spec: str, head: str, option: str, value: str, seed: int
+) -> None:
+    """The first failing problems may have no upstream gradient of the loss."""
+    right = replace(dense_candidate(SPECS[spec], head), differentiable=("loss", "logprobs"))
+
+    def half(inputs, options, mesh):
+        found = right.kernel(inputs, options, mesh)
+        return replace(found, loss=found.loss / 2) if getattr(options, option) == value else found
+
+    cell = Cell(replace(right, kernel=half, name="half"), Layout(), "float32")
+    found = run_cell(cell, replace(SETTINGS, seed=seed)).run.diagnosis
+    assert found is not None
+    assert "the loss is divided by 2, in value and gradient" in found.named
+    assert " alone" not in found.named
+
+
+@pytest.mark.slow
 def test_the_count_of_a_rank_is_named_with_what_to_do() -> None:
     counted = BUGS["local denominator"].put_into(dense_candidate(SPECS["nll"], "logits"))
     found = diagnosed(counted, "dp=2")
@@ -356,7 +379,7 @@ def test_mistakes_that_the_problems_do_not_tell_apart_are_one_of_these() -> None
 
 
 def test_too_few_failing_problems_tell_nothing() -> None:
-    assert name_cause([], counterfactuals_of(SPECS["nll"], "hidden").values()) is None
+    assert name_cause([], counterfactuals_of(SPECS["nll"], "hidden").values()).sentences == ()
 
 
 def test_the_cause_is_shown_and_written() -> None:

@@ -110,6 +110,10 @@ def _all_but_first(setting: Setting) -> list[Tensor]:
     return [chunk for own in chunks_of(setting) for chunk in own[1:]]
 
 
+def _of_number(number: int, setting: Setting) -> list[Tensor]:
+    return [chunk for own in chunks_of(setting) for chunk in own[number : number + 1]]
+
+
 def _firsts(setting: Setting) -> list[Tensor]:
     return [chunk[:1] for own in chunks_of(setting) for chunk in own]
 
@@ -118,6 +122,8 @@ def _lasts(setting: Setting) -> list[Tensor]:
     return [chunk[-1:] for own in chunks_of(setting) for chunk in own]
 
 
+_EARLY = tuple(enumerate(("first", "second", "third")))
+"""The number of each early chunk, and its word."""
 Chosen = Callable[[Setting], list[Tensor]]
 _TWICE: Mapping[str, tuple[str, Chosen]] = {
     "tail of chunks twice": (
@@ -125,10 +131,12 @@ _TWICE: Mapping[str, tuple[str, Chosen]] = {
         _before_short_last,
     ),
     "last chunk twice": ("the last chunk counts twice", _last),
+    **{f"{which} chunk twice": (f"the {which} chunk counts twice", partial(_of_number, n)) for n, which in _EARLY},
 }
 _LOST: Mapping[str, tuple[str, Chosen]] = {
     "short last chunk left out": ("a last chunk that is shorter than the others is left out", _short_last),
     "last chunk left out": ("the last chunk is left out", _last),
+    **{f"{which} chunk left out": (f"the {which} chunk is left out", partial(_of_number, n)) for n, which in _EARLY},
     "last chunk alone": ("the last chunk takes the place of the others, and is not added to them", _all_but_last),
     "first chunk alone": ("only the first chunk counts", _all_but_first),
     "first token of chunks left out": ("the first token of each chunk is left out", _firsts),

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lossgate.base.layout import Axis
+from lossgate.base.layout import AXES, Axis
 from lossgate.counterfactuals.batch_parts import counts_of, rank_by_rank, reads_count
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
 from lossgate.counterfactuals.families.chunks import chunks_of, knows_size
@@ -164,11 +164,15 @@ def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:
     if spec.trained is trained_by_mask:
         del instead["the number of tokens in mask"]  # it is valid_tokens
     instead |= {other: (other, partial(_other_count, other)) for other in spec.names_of_counts if other != name}
-    for what, (words, count) in instead.items():
+    taken = [(what, words, count, _Reads((name,))) for what, (words, count) in instead.items()]
+    for axis in AXES:
+        when, count = _Reads((name,), (axis,)), partial(_times, axis)
+        taken.append((f"multiplied by {axis}", f"{{name}} * {axis}", count, when))
+    for what, words, count, when in taken:
         yield mistake(
             f"{name} is {what}",
             f"in place of {name} the kernel takes {words.format(name=name)}",
-            _Reads((name,)),
+            when,
             f"divide by {name} as it is given",
             fields=partial(_put, name, count),
         )
@@ -195,6 +199,10 @@ def _other_count(other: str, setting: Setting, given: Tensor) -> Tensor:
     return setting.fields[other]
 
 
+def _times(axis: Axis, setting: Setting, given: Tensor) -> Tensor:
+    return given * setting.size(axis)
+
+
 def _labels(setting: Setting, given: Tensor) -> Tensor:
     return (torch.tensor(setting.lengths) - 1).clamp(min=0).sum()
 
@@ -202,6 +210,14 @@ def _labels(setting: Setting, given: Tensor) -> Tensor:
 _INSTEAD: Mapping[str, tuple[str, Count]] = {
     "one too many": ("{name} + 1", lambda s, count: count + 1),
     "one too few": ("{name} - 1", lambda s, count: count - 1),
+    "more by the number of sequences": (
+        "{name} + the number of sequences",
+        lambda s, count: count + len(s.lengths),
+    ),
+    "less by the number of sequences": (
+        "{name} - the number of sequences, but at least 1",
+        lambda s, count: (count - len(s.lengths)).clamp(min=1),
+    ),
     "left out": ("1: nothing is divided by {name}", lambda s, count: 1),
     "twice": ("2 * {name}", lambda s, count: count * 2),
     "half": ("{name} // 2", lambda s, count: count // 2),

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from lossgate.base.layout import AXES, Axis
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
-from lossgate.counterfactuals.seams import Outputs, Part
+from lossgate.counterfactuals.seams import Outputs
 from lossgate.counterfactuals.setting import Setting
 from lossgate.specs.heads import HEADS
+from lossgate.specs.outputs import LOSS
 from lossgate.specs.spec import Spec
 
 Number = Callable[[Setting], float]
@@ -101,7 +102,8 @@ def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 f"the loss is {by}, in value and gradient",
                 when,
                 todo,
-                parts=partial(_one_part, number),
+                upstream=partial(_scaled_upstream, number, "loss"),
+                outputs=partial(_scaled_loss, number),
             )
             yield mistake(
                 f"gradient of the loss times {name}",
@@ -124,6 +126,28 @@ def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
             todo,
             outputs=partial(scaled_outputs, number),
         )
+
+
+def powers_of_options(setting: Setting) -> Iterator[Counterfactual]:
+    """Yields the mistakes of outputs that are multiplied or divided by an option or its square."""
+    for option in setting.bound_spec.spec.options:
+        if not isinstance(option.default, float):
+            continue
+        for power, words in _POWERS.items():
+            yield mistake(
+                f"outputs {words} {option.name}",
+                f"{{outputs}}: {words} {option.name}",
+                outputs=partial(scaled_outputs, partial(_power, option.name, power)),
+            )
+
+
+_POWERS = {1: "multiplied by", 2: "multiplied by the square of", -1: "divided by", -2: "divided by the square of"}
+"""The powers of an option that may be a factor, in words."""
+
+
+def _power(option: str, power: int, setting: Setting) -> float:
+    value = getattr(setting.bound_spec.options, option)
+    return float(value) ** power if isinstance(value, float) and value > 0 else 1.0
 
 
 def _above_the_sum(setting: Setting) -> float:
@@ -155,8 +179,8 @@ def _matters_to(output: str, number: Number, setting: Setting) -> bool:
     return output in setting.batch.cotangents and number(setting) != 1.0
 
 
-def _one_part(number: Number, setting: Setting) -> list[Part]:
-    return [(number(setting), {})]
+def _scaled_loss(number: Number, setting: Setting, outputs: Outputs) -> Outputs:
+    return {**outputs, LOSS: outputs[LOSS] * number(setting)}
 
 
 def _scaled_upstream(number: Number, of: str, setting: Setting, name: str, gradient: Tensor) -> Tensor:

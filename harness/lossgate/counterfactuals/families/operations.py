@@ -27,6 +27,9 @@ from lossgate.specs.token_values import TokenValues
 
 OPERATION = "operation"
 """The kind of these mistakes."""
+_BOUNDS = (10.0, 20.0)
+"""Usual bounds of log-ratios, in nats."""
+_LARGEST = torch.finfo(torch.float32).max
 _NOT_STOPPED = "the gradient is not stopped"
 
 
@@ -270,12 +273,37 @@ def _weighted(of: Callable[..., Tensor], which: int, weight: float, found: Tenso
     return of(weight * first, second) if which == 0 else of(first, weight * second)
 
 
+def _bounded_on_one_side(which: int, found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Returns the argument with one of two bounds: the lower if ``which`` is 1, else the upper."""
+    if len(args) < 3 or args[1] is None or args[2] is None:
+        return found
+    return (
+        torch.maximum(args[0], _tensor(args[1], found))
+        if which == 1
+        else torch.minimum(args[0], _tensor(args[2], found))
+    )
+
+
+def _clamped(bound: float, found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    return args[0].clamp(-bound, bound) if len(args) == 3 and args[1] == -args[2] else found
+
+
+def _of_bounded(bound: float, found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    of = torch.expm1 if torch.allclose(found, args[0].expm1(), equal_nan=True) else torch.exp
+    return of(args[0].clamp(-bound, bound))
+
+
+def where_it_overflows(number: float, found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Returns the result of an operation with a number where float32 would be infinite."""
+    return torch.where(found > _LARGEST, number, found)
+
+
 def _slope_at_result(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return with_gradient_of(found, args[0] * (1 - found.tanh() ** 2).detach())
 
 
-def _signed(first: int, second: int, found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """Returns the sum of the two arguments, with the given signs."""
+def _signed(first: float, second: float, found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Returns the sum of the two arguments, with the given factors."""
     return first * _tensor(args[0], found) + second * _tensor(args[1], found)
 
 
@@ -342,9 +370,19 @@ def _of_two(taken: Callable[..., Tensor], other: str, instead: Callable[..., Ten
 _CHANGES: Mapping[str, Mapping[str, Rewrite]] = {
     "and": _BOOL,
     "or": _BOOL,
-    "comparison": {"it is turned round": lambda found, args: ~found},
+    "comparison": {
+        "it is turned round": lambda found, args: ~found,
+        "it is taken for true": lambda found, args: torch.ones_like(found),
+        "it is taken for false": lambda found, args: torch.zeros_like(found),
+    },
     "detach": {_NOT_STOPPED: _first},
-    "clamp": {**_LEFT_OUT, "left out in backward": _straight_through},
+    "clamp": {
+        **_LEFT_OUT,
+        "left out in backward": _straight_through,
+        "the lower bound is left out": partial(_bounded_on_one_side, 2),
+        "the upper bound is left out": partial(_bounded_on_one_side, 1),
+        **{f"the bounds are -{x:g} and {x:g}": partial(_clamped, x) for x in _BOUNDS},
+    },
     "maximum": _of_two(torch.maximum, "the smaller is taken", torch.minimum),
     "minimum": _of_two(torch.minimum, "the larger is taken", torch.maximum),
     "neg": {"the sign is left out": _first},
@@ -373,6 +411,8 @@ _CHANGES: Mapping[str, Mapping[str, Rewrite]] = {
         "what is subtracted is left out": _first,
         "what is subtracted stands alone": partial(_signed, 0, -1),
         "what is subtracted is added": partial(_signed, 1, 1),
+        "what is subtracted is doubled": partial(_signed, 1, -2),
+        "what is subtracted is halved": partial(_signed, 1, -0.5),
         "both have the minus": partial(_signed, -1, -1),
         **_NO_GRADIENT,
     },
@@ -382,14 +422,23 @@ _CHANGES: Mapping[str, Mapping[str, Rewrite]] = {
         "left out in backward": _straight_through,
         "backward takes its slope at the result": _slope_at_result,
     },
-    "pow": _LEFT_OUT,
+    "pow": {**_LEFT_OUT, "its size, not its square": lambda found, args: args[0].abs()},
     "log": _LEFT_OUT,
     "logsigmoid": {
         "its argument has the other sign": lambda found, args: torch.nn.functional.logsigmoid(-args[0]),
         **_NO_GRADIENT,
     },
-    "exp": _LEFT_OUT,
-    "where": {"the condition is ignored": _second, **_NO_GRADIENT},
+    "exp": {
+        **_LEFT_OUT,
+        **{f"its argument is bounded by -{x:g} and {x:g}": partial(_of_bounded, x) for x in _BOUNDS},
+        "what overflows float32 becomes 0": partial(where_it_overflows, 0.0),
+        "what overflows float32 becomes the largest number": partial(where_it_overflows, _LARGEST),
+    },
+    "where": {
+        "the condition is ignored": _second,
+        "the condition is never true": lambda found, args: _tensor(args[2], found),
+        **_NO_GRADIENT,
+    },
     "sum": _NO_GRADIENT,
     "logaddexp": {
         "log-probabilities are averaged, not probabilities": _mean_of_logs,
