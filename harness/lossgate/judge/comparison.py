@@ -3,9 +3,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from lossgate.judge.statistics import SCALE
 from lossgate.specs.outputs import Output
+
+
+class Manner(Enum):
+    """In which way something is wrong. What comes first is told first."""
+
+    RAISES = 1
+    """A call raises an error."""
+    NOT_FINITE = 2
+    """An output is NaN or infinite."""
+    MISSING = 3
+    """A gradient is missing: backward did not reach an input."""
+    WRONG = 4
+    """A number is wrong, or something else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +48,8 @@ class Comparison:
     """Number of kernels whose rounding is in the output: 2 for the difference of two kernels."""
     faults: tuple[str, ...] = ()
     """What is wrong whatever the noise, in words."""
+    manner: Manner = Manner.WRONG
+    """In which way the output is wrong, if it is."""
     vacuous: bool = False
     """Whether the reference is zero, or so small next to its noise that no error in its scale could
     show."""

@@ -9,7 +9,8 @@ import torch
 
 from lossgate.cases.case import Case
 from lossgate.cases.rank_call import RankCall, RankOutputs
-from lossgate.judge.comparison import Comparison
+from lossgate.judge.comparison import Comparison, Manner
+from lossgate.properties.mended import with_grad
 from lossgate.properties.registry import Checked, called, property
 
 
@@ -19,6 +20,10 @@ from lossgate.properties.registry import Checked, called, property
     fits=lambda case: len(case.bound.batch.leaves) > 1,
     runs=6,
     remedy="look at ctx.needs_input_grad, and return None in place of a gradient that is not needed",
+    remedies={
+        Manner.MISSING: "give each input that needs a gradient one, whichever others are frozen: look at its own "
+        "entry of ctx.needs_input_grad"
+    },
 )
 def frozen_inputs(case: Case) -> Checked:
     """Inputs that need no gradient get none, and the gradients of the others stay right."""
@@ -60,6 +65,7 @@ class _Trained:
 @property(
     "no-grad",
     remedy="compute gradients only in backward, or where torch.is_grad_enabled(), and write to no .grad",
+    mended=with_grad,
 )
 def no_grad(case: Case) -> Checked:
     """Under torch.no_grad() all outputs are right, and no input gets a gradient."""

@@ -10,6 +10,7 @@ from lossgate.cases.assemble import equal
 from lossgate.cases.case import Case
 from lossgate.cases.rank_call import RankCall, RankOutputs, plainly
 from lossgate.judge.comparison import Comparison
+from lossgate.properties.mended import with_copies
 from lossgate.properties.registry import Checked, called, property
 from lossgate.worlds.base import RankRaised
 
@@ -17,6 +18,7 @@ from lossgate.worlds.base import RankRaised
 @property(
     "inputs-kept",
     remedy="write to no tensor that was given: clone it, or use the operation without the trailing underscore",
+    mended=with_copies,
 )
 def inputs_kept(case: Case) -> Checked:
     """The kernel writes to no input and to no upstream gradient."""

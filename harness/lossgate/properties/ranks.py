@@ -16,6 +16,7 @@ from lossgate.cases.placement import ORDERS, PlacedProblem, takes_idle_ranks
 from lossgate.cases.rank_parts import masks_of_share
 from lossgate.cases.reference import Part
 from lossgate.declaration.candidate import Candidate
+from lossgate.judge.comparison import Manner
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem, ReductionOrder
@@ -130,6 +131,10 @@ def _leaves_one_empty(case: Case) -> bool:
     runs=2,
     mistakes=_mistakes,
     remedy="divide by the counts that are given, which are those of the whole batch; keep nothing between calls",
+    remedies={
+        Manner.RAISES: "let a microbatch have no token: minima, indices and loops over nothing may raise an error",
+        Manner.NOT_FINITE: "divide by the counts that are given, clamped to 1: a microbatch may train no token",
+    },
 )
 def microbatches(case: Case) -> Checked:
     """Losses, gradients and metrics of the microbatches of a batch add up to those of the batch."""
@@ -215,6 +220,10 @@ def reduction_order(case: Case) -> Checked:
     applies=lambda candidate: "dp" in candidate.axes or "cp" in candidate.axes,
     fits=lambda case: case.problem.layout.dp * case.problem.layout.cp > 1,
     remedy="take part in every collective, with zeros, also where a rank has nothing to train",
+    remedies={
+        Manner.RAISES: "let a rank have nothing to train: minima, indices and loops over nothing may raise an error",
+        Manner.NOT_FINITE: "divide by the counts that are given, clamped to 1: a rank may train no token",
+    },
     of_ranks=True,
 )
 def idle_rank(case: Case) -> Checked:
