@@ -20,7 +20,7 @@ from lossgate.cases.oracle import Oracle
 from lossgate.cases.placement import PlacedProblem
 from lossgate.cases.rank_call import How, RankOutputs, RankTask, T, plainly
 from lossgate.declaration.candidate import Candidate
-from lossgate.judge.comparison import Comparison, Manner
+from lossgate.judge.comparison import Comparison
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem, ReductionOrder
@@ -203,7 +203,7 @@ class Case:
             if output in result.outputs:
                 yield oracle.compare(output, result.outputs[output], result.dtypes[output], faults)
             else:
-                manner = Manner.MISSING if output.kind == "gradient" else Manner.WRONG
+                manner = "missing" if output.kind == "gradient" else "wrong"
                 yield Comparison(output=output, faults=faults, manner=manner)
 
     def unequal(self, ranks: Sequence[RankOutputs]) -> tuple[Output, ...]:

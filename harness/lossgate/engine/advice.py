@@ -9,7 +9,6 @@ from lossgate.cases.case import Case
 from lossgate.diagnosis.coarser_precision import Coarser, in_one_stage, in_several_stages
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell, Tried
-from lossgate.judge.comparison import Manner
 from lossgate.judge.pooled_output import Pooled
 from lossgate.judge.pooling import LARGEST_MDE, sigmas
 from lossgate.specs.outputs import Output
@@ -131,7 +130,7 @@ another run might disagree.
 
 
 _REMEDIES = {
-    Manner.MISSING: "let backward reach each input: detach none, and where there is nothing to compute, add "
+    "missing": "let backward reach each input: detach none, and where there is nothing to compute, add "
     "0.0 * x.sum() to the loss"
 }
 """What to do about a failure, by its manner, whatever the property."""

@@ -12,7 +12,7 @@ from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.base.errors import CandidateError
 from lossgate.cases.case import Case
 from lossgate.cases.current_case import running
-from lossgate.judge.comparison import Comparison, Manner
+from lossgate.judge.comparison import MANNERS, Comparison, Manner
 from lossgate.problems.problem import Problem
 from lossgate.properties import Property
 from lossgate.properties.registry import Resources, Said
@@ -71,9 +71,9 @@ class CaseResult:
     def manner(self) -> Manner:
         """In which way the kernel fails: the one to tell first, if there are several."""
         if self.failure == RankRaised.__name__:
-            return Manner.RAISES
+            return "raises"
         wrong = (comparison.manner for comparison in self.comparisons if not comparison.agrees)
-        return min(wrong, key=lambda manner: manner.value, default=Manner.WRONG)
+        return min(wrong, key=MANNERS.index, default="wrong")
 
     @property
     def symptoms(self) -> tuple[str, ...]:

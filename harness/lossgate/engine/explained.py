@@ -10,6 +10,7 @@ from lossgate.cases.case import Case
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.cell_record import Explained
+from lossgate.judge.comparison import MANNERS
 from lossgate.properties import Property
 from lossgate.worlds.base import World
 
@@ -32,7 +33,7 @@ def in_order(broken: Sequence[Broken]) -> list[Broken]:
     perhaps = {name for one in broken for name in one.held_to.may_explain}
 
     def rank(one: Broken) -> tuple[bool, bool, int]:
-        return one.held_to.mended is None, one.held_to.name in perhaps, one.case.manner.value
+        return one.held_to.mended is None, one.held_to.name in perhaps, MANNERS.index(one.case.manner)
 
     return sorted(broken, key=rank)
 

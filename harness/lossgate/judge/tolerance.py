@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lossgate.judge.comparison import Comparison, Manner
+from lossgate.judge.comparison import Comparison
 from lossgate.judge.limits import ALIKE_FACTOR, Limits, NoiseModel, limits, noise_of
 from lossgate.judge.rows import Rows, Stack, at, fits_at_once, kept_if_small, stack_of
 from lossgate.judge.statistics import SCALE, WORST, Blocks, Statistic, alike_in_blocks, statistics
@@ -197,7 +197,7 @@ class Tolerance:
         if not bool(result.isfinite().all()):
             count = int((~result.isfinite()).sum())
             fault = f"{count} of {result.numel()} entries are not finite; the reference is finite there"
-            return Comparison(output=self._output, faults=(*faults, fault), manner=Manner.NOT_FINITE)
+            return Comparison(output=self._output, faults=(*faults, fault), manner="not finite")
         leaked = result[self._exactly_zero]
         if leaks := int((leaked != 0).sum()):
             largest = float(leaked.abs().max())

@@ -9,7 +9,7 @@ import torch
 
 from lossgate.cases.case import Case
 from lossgate.cases.rank_call import RankCall, RankOutputs
-from lossgate.judge.comparison import Comparison, Manner
+from lossgate.judge.comparison import Comparison
 from lossgate.properties.mended import with_grad
 from lossgate.properties.registry import Checked, called, property
 
@@ -21,7 +21,7 @@ from lossgate.properties.registry import Checked, called, property
     runs=6,
     remedy="look at ctx.needs_input_grad, and return None in place of a gradient that is not needed",
     remedies={
-        Manner.MISSING: "give each input that needs a gradient one, whichever others are frozen: look at its own "
+        "missing": "give each input that needs a gradient one, whichever others are frozen: look at its own "
         "entry of ctx.needs_input_grad"
     },
 )

@@ -16,7 +16,6 @@ from lossgate.cases.placement import ORDERS, PlacedProblem, takes_idle_ranks
 from lossgate.cases.rank_parts import masks_of_share
 from lossgate.cases.reference import Part
 from lossgate.declaration.candidate import Candidate
-from lossgate.judge.comparison import Manner
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem, ReductionOrder
@@ -132,8 +131,8 @@ def _leaves_one_empty(case: Case) -> bool:
     mistakes=_mistakes,
     remedy="divide by the counts that are given, which are those of the whole batch; keep nothing between calls",
     remedies={
-        Manner.RAISES: "let a microbatch have no token: minima, indices and loops over nothing may raise an error",
-        Manner.NOT_FINITE: "divide by the counts that are given, clamped to 1: a microbatch may train no token",
+        "raises": "let a microbatch have no token: minima, indices and loops over nothing may raise an error",
+        "not finite": "divide by the counts that are given, clamped to 1: a microbatch may train no token",
     },
 )
 def microbatches(case: Case) -> Checked:
@@ -221,8 +220,8 @@ def reduction_order(case: Case) -> Checked:
     fits=lambda case: case.problem.layout.dp * case.problem.layout.cp > 1,
     remedy="take part in every collective, with zeros, also where a rank has nothing to train",
     remedies={
-        Manner.RAISES: "let a rank have nothing to train: minima, indices and loops over nothing may raise an error",
-        Manner.NOT_FINITE: "divide by the counts that are given, clamped to 1: a rank may train no token",
+        "raises": "let a rank have nothing to train: minima, indices and loops over nothing may raise an error",
+        "not finite": "divide by the counts that are given, clamped to 1: a rank may train no token",
     },
     of_ranks=True,
 )

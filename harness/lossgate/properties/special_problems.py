@@ -15,7 +15,6 @@ from lossgate.cases.case import Case
 from lossgate.cases.placement import takes_idle_ranks
 from lossgate.cases.untrained import without_trained
 from lossgate.declaration.candidate import Candidate
-from lossgate.judge.comparison import Manner
 from lossgate.problems.batch import GlobalBatch
 from lossgate.properties.mended import with_something_trained
 from lossgate.properties.registry import Checked, OwnMistake, called, property
@@ -49,8 +48,8 @@ def _is_taken_for_1(name: str, case: Case) -> bool:
     fits=lambda case: not bool(case.candidate.spec.trained_of(_emptied(case).known).any()),
     remedy="divide by a count that is clamped to 1, and give minima and maxima over nothing a value",
     remedies={
-        Manner.RAISES: "give minima, maxima and loops over nothing a value",
-        Manner.NOT_FINITE: "divide by a count that is clamped to 1",
+        "raises": "give minima, maxima and loops over nothing a value",
+        "not finite": "divide by a count that is clamped to 1",
     },
     mended=with_something_trained,
 )
@@ -73,7 +72,7 @@ def _without(spec: Spec, batch: GlobalBatch) -> GlobalBatch:
     "few-tokens",
     runs=2,
     remedy="let loops over no tokens, and sums over one, give tensors of the right shape",
-    remedies={Manner.NOT_FINITE: "look for 0 / 0: the variance of one number is, and a mean over no tokens of a rank"},
+    remedies={"not finite": "look for 0 / 0: the variance of one number is, and a mean over no tokens of a rank"},
 )
 def few_tokens(case: Case) -> Checked:
     """Sequences of one token, and of two, give what the reference says."""
