@@ -72,8 +72,8 @@ class CaseResult:
         """In which way the kernel fails: the one to tell first, if there are several."""
         if self.failure == RankRaised.__name__:
             return "raises"
-        wrong = (comparison.manner for comparison in self.comparisons if not comparison.agrees)
-        return min(wrong, key=MANNERS.index, default="wrong")
+        found = {comparison.manner for comparison in self.comparisons if not comparison.agrees}
+        return next(manner for manner in MANNERS if manner in {*found, "wrong"})
 
     @property
     def symptoms(self) -> tuple[str, ...]:
