@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache, partial
 from importlib import import_module
 from multiprocessing import util
 from multiprocessing.context import BaseContext
@@ -19,6 +20,8 @@ from multiprocessing.process import BaseProcess
 from threading import Thread
 from types import ModuleType
 from typing import Any
+
+from lossgate.base.own_process import before_a_signal_ends, remove_folder
 
 _MOMENT = "500"
 """How often a waiting thread of OpenMP checks whether it may go on before it falls asleep. This
@@ -64,7 +67,14 @@ def worker_context() -> BaseContext:
     context.set_forkserver_preload([*_LOADED, _FIRST_BACKWARD])
     with _environment(), _no_interrupts():
         forkserver.ensure_running()
+    _removed_at_signals(util.get_temp_dir())
     return context
+
+
+@cache
+def _removed_at_signals(folder: str) -> None:
+    """Has the folder of the server's socket removed when a signal ends this process, too."""
+    before_a_signal_ends(partial(remove_folder, folder))
 
 
 def start_process(target: Callable[..., object], *arguments: object, has_children: bool = False) -> BaseProcess:
