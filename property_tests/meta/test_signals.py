@@ -73,3 +73,22 @@ def test_what_a_signal_leaves(tmp_path: Path, world: str, jobs: int, ends: signa
     assert processes_of(run.pid) == []
     assert list(temporary.iterdir()) == []
     temporary.rmdir()
+
+
+LEAVES = """
+import multiprocessing, lossgate
+
+@lossgate.candidate("nll", head="logprobs", dtypes=("float32",))
+def leaves(inputs, options, mesh):
+    global left
+    left = multiprocessing.get_context("spawn").Semaphore()
+    return -inputs.logprobs[inputs.mask].sum() / inputs.valid_tokens.clamp(min=1)
+"""
+
+
+def test_a_semaphore_of_a_kernel_ends_with_its_process(tmp_path: Path) -> None:
+    """Torch's compiler makes some. Python would warn of them."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    command = [sys.executable, "-m", "lossgate", "verify", "leaves.py", "--property", "no-grad", "--examples", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
