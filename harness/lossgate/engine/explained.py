@@ -12,7 +12,7 @@ from lossgate.engine.cell import Cell
 from lossgate.engine.cell_record import Explained
 from lossgate.judge.comparison import MANNERS
 from lossgate.properties import Property
-from lossgate.worlds.base import World
+from lossgate.worlds.base import Hang, World
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,22 @@ def _explanations(one: Broken, told: Sequence[Broken], cell: Cell, world: World)
     for other in told:
         if one.case.raised is not None and one.case.raised == other.case.raised:
             yield Explained(by=other.held_to.name, how="same error")
+    perhaps = list[str]()
     for other in told:
-        if _keeps_it_mended(one, other.held_to, cell, world):
+        keeps = _keeps_it_mended(one, other.held_to, cell, world)
+        if keeps:
             yield Explained(by=other.held_to.name, how="mended")
-    for other in told:
-        if one.held_to.name in other.held_to.may_explain:
-            yield Explained(by=other.held_to.name, how="perhaps")
+        elif keeps is None and one.held_to.name in other.held_to.may_explain:
+            perhaps.append(other.held_to.name)
+    yield from (Explained(by=name, how="perhaps") for name in perhaps)
 
 
-def _keeps_it_mended(one: Broken, other: Property, cell: Cell, world: World) -> bool:
+def _keeps_it_mended(one: Broken, other: Property, cell: Cell, world: World) -> bool | None:
     """Returns whether a kernel keeps a property once the fault that breaks another is mended, and
-    only then: a kernel that is wrong now and then may keep it by chance.
+    only then: a kernel that is wrong now and then may keep it by chance. None if nobody can tell.
     """
-    if other.mended is None:
-        return False
+    if other.mended is None or one.case.failure == Hang.__name__:  # another try costs a time-out
+        return None
     mended = replace(cell.candidate, kernel=other.mended(cell.candidate))
     placed = one.placed
     try:
@@ -83,5 +85,5 @@ def _keeps_it_mended(one: Broken, other: Property, cell: Cell, world: World) -> 
             for kernel in (mended, cell.candidate)
         )
     except LossgateError:  # the kernel can't be sent to other processes, or they are lost
-        return False
+        return None
     return of_mended.fits and of_mended.agrees and not again.agrees

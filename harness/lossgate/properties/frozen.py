@@ -66,6 +66,7 @@ class _Trained:
     "no-grad",
     remedy="compute gradients only in backward, or where torch.is_grad_enabled(), and write to no .grad",
     mended=with_grad,
+    may_explain=("checkpointing",),
 )
 def no_grad(case: Case) -> Checked:
     """Under torch.no_grad() all outputs are right, and no input gets a gradient."""

@@ -19,6 +19,7 @@ from lossgate.worlds.base import RankRaised
     "inputs-kept",
     remedy="write to no tensor that was given: clone it, or use the operation without the trailing underscore",
     mended=with_copies,
+    may_explain=("same-call-twice", "gradients-add-up", "second-backward", "checkpointing"),
 )
 def inputs_kept(case: Case) -> Checked:
     """The kernel writes to no input and to no upstream gradient."""

@@ -35,6 +35,7 @@ leaves to change, and the sign of the changes."""
     "masked-values",
     remedy="select before computing: torch.where(mask, x, 0.0), because 0 * inf is NaN",
     mended=with_zeros,
+    may_explain=("masked-nan",),
 )
 def masked_values(case: Case) -> Checked:
     """Wild but finite numbers, and other ids, change nothing at tokens that do not count.

@@ -104,7 +104,7 @@ class Property:
     """Returns the kernel of a candidate, with the fault that breaks the property mended from
     outside, if that can be done. What this kernel keeps is broken for the same reason."""
     may_explain: tuple[str, ...] = ()
-    """The properties that a kernel may break for the same reason."""
+    """The properties that a kernel may break for the same reason, where that can't be tried."""
     shrinks: bool = True
     """Whether a smaller problem on which it fails says more."""
     of_ranks: bool = False
@@ -150,8 +150,8 @@ def property(
         remedies: what to do instead, by the manner in which it fails.
         mended: returns the kernel with the fault that breaks the property mended from outside. What
             this kernel keeps is said to be broken for the same reason.
-        may_explain: the properties that a kernel may break for the same reason, as far as nobody
-            can tell.
+        may_explain: the properties that a kernel may break for the same reason, where that can't be
+            tried.
         shrinks: whether a problem on which it fails is made smaller. Choose False for a check that
             makes a problem of its own.
         of_ranks: whether it checks how ranks work together. It is then checked on every layout,

@@ -52,6 +52,7 @@ def _is_taken_for_1(name: str, case: Case) -> bool:
         "not finite": "divide by a count that is clamped to 1",
     },
     mended=with_something_trained,
+    may_explain=("few-tokens", "microbatches", "idle-rank"),
 )
 def nothing_trained(case: Case) -> Checked:
     """With nothing trained the loss is what the reference says, and gradients are exactly 0."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_bank.property_bugs import PROPERTY_BUGS
-from lossgate import Candidate, Layout, candidate
+from lossgate import Candidate, Layout, UsageError, candidate
 from lossgate.adequacy.deck import deck_of
 from lossgate.cases.case import Case
 from lossgate.cases.placement import splits_of
@@ -79,6 +79,22 @@ def test_what_writing_to_inputs_breaks_is_told_once() -> None:
     assert result.reasons[2:] == ("broken for this reason alone: property gradients-add-up and property checkpointing",)
     assert result.failure is not None
     assert result.failure.held_to == "inputs-kept"
+
+
+def test_what_cannot_be_tried_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real processes can't be given a mended kernel."""
+
+    def cannot_be_sent(*_: object) -> None:
+        raise UsageError("differs in its kernel")
+
+    monkeypatch.setattr("lossgate.engine.explained.run_case", cannot_be_sent)
+    result = in_cell(in_place_and_strides, "gradients-add-up", "inputs-kept", "strided-inputs")
+    assert explained(result) == {
+        "inputs-kept": None,
+        "strided-inputs": None,
+        "gradients-add-up": Explained(by="inputs-kept", how="perhaps"),
+    }
+    assert "perhaps broken for the same reason: property gradients-add-up" in result.reasons
 
 
 def test_an_independent_defect_is_told_beside_it() -> None:
