@@ -186,6 +186,19 @@ def test_bad_use_is_one_clear_line(lossgate: Lossgate, arguments: list[str], mes
     assert done.stderr.count("\n") == 1
 
 
+def test_a_disagreement_is_told_though_its_failure_file_cannot_be_written(lossgate: Lossgate) -> None:
+    done = lossgate(
+        "verify", "kernels.py:wrong", "--layout", "single", "--dtype", "float32", "--failures", "kernels.py/below"
+    )
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[1].startswith("DISAGREE  wrong  float32  single")
+    assert "replay:" not in done.stdout
+    assert done.stderr == (
+        "lossgate: can't keep the failure files of wrong[agreement-single-float32]: kernels.py/below: Not a directory; "
+        "choose another --failures\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("toml", "message"),
     [

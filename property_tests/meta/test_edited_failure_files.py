@@ -342,6 +342,24 @@ def test_a_problem_that_shows_nothing_is_inconclusive(
     assert "mended" not in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("held_to", "changes", "said"),
+    [
+        ("gradients-add-up", {"masks": ["none", "none"]}, "INCONCLUSIVE"),
+        ("gradients-add-up", {}, "AGREE"),
+        ("microbatches", {"masks": ["none", "none"]}, "INCONCLUSIVE"),
+    ],
+)
+def test_a_problem_that_shows_nothing_of_a_property_is_inconclusive(
+    folder: Path, lossgate: Lossgate, held_to: str, changes: dict[str, Any], said: str
+) -> None:
+    given = file_of(KERNELS[NAMES[0]], PROBLEM) | {"property": held_to}
+    given["examples"][0]["problem"] |= changes
+    (folder / "edited.json").write_text(json.dumps(given))
+    done = lossgate("replay", "edited.json", "--trust")
+    assert done.stdout.startswith(f"{said}  "), done.stdout
+
+
 def test_a_problem_of_which_rounding_explains_anything_shows_nothing() -> None:
     cell = Cell(KERNELS[NAMES[0]], Layout(), "float32")
     one = Comparison(output=LOSS, values={SCALE: 0.0}, limits={SCALE: 2.0})

@@ -5,6 +5,7 @@ import gc
 import re
 import weakref
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from kernel_bank.bugs import cross_entropy_with
 from kernel_bank.cross_entropy import FLOAT32, STYLES, Style, make
-from lossgate import ANY, Candidate, Layout, Outputs, Problem, candidate
+from lossgate import ANY, Batch, Candidate, Layout, Outputs, Problem, TokenValues, candidate, spec
 from lossgate.base.shape import Shape
+from lossgate.cases.case import Case
 from lossgate.cases.drawing import Draws
+from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.engine.trials import _DisagreementError
 from lossgate.inputs import NllHidden
+from lossgate.properties import PROPERTIES
 from lossgate.worlds import SimulatedWorld
 
 RIGHT = make(STYLES["float32"][1])
@@ -262,3 +266,29 @@ def test_the_smallest_failing_case_is_kept_for_a_second_look() -> None:
     assert found.failing_case is not None
     assert found.failing_case.problem == found.failure.problem
     assert len(found.failing_case.ranks) == 1
+
+
+def test_a_failure_is_not_made_smaller_into_one_of_right_kernels() -> None:
+    """The loss is infinite where a label is sure, as all are in a vocabulary of one."""
+
+    @spec("unlikelihood_of_labels", heads=("logits",))
+    def unlikelihood(values: TokenValues, batch: Batch, options: Any) -> torch.Tensor:
+        losses = -torch.log1p(-values.logprobs.exp())
+        return torch.where(batch.mask, losses, 0.0).sum() / batch.valid_tokens.clamp(min=1)
+
+    factor = 2.0
+
+    @candidate(unlikelihood, head="logits", dtypes=("float32",))
+    def twice(inputs: Any, options: Any, mesh: DeviceMesh) -> torch.Tensor:
+        logprobs = inputs.logits.log_softmax(-1).gather(1, inputs.labels[:, None]).squeeze(1)
+        losses = -torch.log((1 - logprobs.exp()).clamp(min=1e-30))
+        return factor * torch.where(inputs.mask, losses, 0.0).sum() / inputs.valid_tokens.clamp(min=1)
+
+    failure = search(twice).failure
+    assert failure is not None
+    assert failure.problem.vocab > 1
+    assert failure.problem.tokens <= 3
+    factor = 1.0
+    world = SimulatedWorld(Layout())
+    assert run_case(Case(twice, failure.problem, world), PROPERTIES["agreement"]).agrees
+    world.close()

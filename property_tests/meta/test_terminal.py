@@ -173,6 +173,17 @@ def test_names_may_be_folded_but_are_never_lost(width: int) -> None:
     assert "".join(line[:start].strip() for line in rows) == "".join(NAMES)
 
 
+@pytest.mark.parametrize("width", [40, 50])
+def test_on_a_narrow_console_names_stay_readable(width: int) -> None:
+    text = render(TABLE, width)
+    headings, rows, _ = parts(text)
+    start = headings[-1].index("verdict")
+    assert start >= 8
+    assert "".join(line[:start].strip() for line in rows) == "".join(NAMES)
+    assert {verdict: cells(line[start:] for line in rows)[verdict] for verdict in VERDICTS} == VERDICTS
+    assert max(map(len, text.splitlines())) <= width
+
+
 @pytest.mark.parametrize("width", [60, 80])
 def test_names_are_folded_between_words(width: int) -> None:
     headings, rows, _ = parts(render(TABLE, width))

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache, partial
 from importlib import import_module
 from multiprocessing import util
 from multiprocessing.context import BaseContext
@@ -19,6 +20,8 @@ from multiprocessing.process import BaseProcess
 from threading import Thread
 from types import ModuleType
 from typing import Any
+
+from lossgate.base.own_process import before_a_signal_ends, remove_folder
 
 _MOMENT = "500"
 """How often a waiting thread of OpenMP checks whether it may go on before it falls asleep. This
@@ -39,15 +42,13 @@ def load_and_fork() -> None:
     if "torch" in sys.modules or sys.platform != "linux":
         worker_context()
         return
-    from multiprocessing import resource_tracker
-
     gc.disable()  # a collection goes through all that is loaded so far, and none of it is garbage
     with _environment():
         for name in _LOADED:
             import_module(name)
     gc.freeze()  # it never will be garbage: no later collection goes through it, not even that at exit
     gc.enable()
-    resource_tracker.ensure_running()  # started below, it would be forked from this process, too
+    _start_tracker()  # started below, it would be forked from this process, too
     with _forked_from_here():
         worker_context()
 
@@ -62,9 +63,37 @@ def worker_context() -> BaseContext:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_LOADED, _FIRST_BACKWARD])
+    _start_tracker()
     with _environment(), _no_interrupts():
         forkserver.ensure_running()
+    _removed_at_signals(util.get_temp_dir())
     return context
+
+
+@cache
+def _start_tracker() -> None:
+    """Starts Python's process that removes what ended processes leave, such as semaphores.
+
+    Workers are killed, and with them what kernels have made, as torch's compiler does. So this
+    process does not warn of what it removes.
+    """
+    from multiprocessing import resource_tracker
+
+    name, own = "PYTHONWARNINGS", "ignore:resource_tracker"
+    before = os.environ.get(name)
+    os.environ[name] = f"{before},{own}" if before else own
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+@cache
+def _removed_at_signals(folder: str) -> None:
+    """Has the folder of the server's socket removed when a signal ends this process, too."""
+    before_a_signal_ends(partial(remove_folder, folder))
 
 
 def start_process(target: Callable[..., object], *arguments: object, has_children: bool = False) -> BaseProcess:

@@ -17,9 +17,6 @@ from lossgate.problems.partition import SHARDED_DIMS, Dims, Partition
 from lossgate.problems.whole_sequences import Tokens, WholeSequences
 from lossgate.specs.outputs import Output
 
-KEEPS_THE_GRAPH = "A rank that has nothing to compute adds 0.0 * x.sum() to its loss"
-"""Advice for a gradient that some ranks do not give."""
-
 
 @dataclass(frozen=True)
 class Assembled:
@@ -93,7 +90,7 @@ def _without_padding(padded: Tensor, output: Output, partition: Partition) -> tu
 def _missing(output: Output, ranks: Sequence[int]) -> str:
     where = f"on rank {', '.join(map(str, ranks))}"
     if output.kind == "gradient":
-        return f"backward did not reach it {where}; it is None there. {KEEPS_THE_GRAPH}"
+        return f"backward did not reach it {where}; it is None there"
     return f"it is missing {where}, but other ranks return it"
 
 

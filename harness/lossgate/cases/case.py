@@ -204,7 +204,8 @@ class Case:
             if output in result.outputs:
                 yield oracle.compare(output, result.outputs[output], result.dtypes[output], faults)
             else:
-                yield Comparison(output=output, faults=faults)
+                manner = "missing" if output.kind == "gradient" else "wrong"
+                yield Comparison(output=output, faults=faults, manner=manner)
 
     def unequal(self, ranks: Sequence[RankOutputs]) -> tuple[Output, ...]:
         """Returns the outputs of another call that differ from the plain call on some rank."""

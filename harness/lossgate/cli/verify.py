@@ -211,7 +211,7 @@ def _run(wanted: _Wanted, tally: _Tally) -> None:
 
     with ExitStack() as stack:
         candidates = _chosen(load_all_candidates(wanted.targets), wanted.only)
-        failure_files = FailureFiles(wanted.failures)
+        failure_files = FailureFiles(wanted.failures, say)
         consumers: list[Consumer] = [failure_files, tally]
         if tally.evidence is not None:
             tally.file = EvidenceFile(tally.evidence, say, failure_files.replay)

@@ -143,12 +143,19 @@ another run might disagree.
 """
 
 
+_REMEDIES = {
+    "missing": "let backward reach each input: detach none, and where there is nothing to compute, add "
+    "0.0 * x.sum() to the loss"
+}
+"""What to do about a failure, by its manner, whatever the property."""
+
+
 def with_todo(cell: Cell, case: CaseResult, world: World) -> CaseResult:
     """Adds advice to a case that disagrees.
 
-    A case of agreement stays as it is, because advice on it depends on the cause.
+    A wrong number of agreement gets none, because advice on it depends on the cause.
     """
-    if case.agrees or cell.property.needs_adequacy:
+    if case.agrees or (cell.property.needs_adequacy and case.manner not in _REMEDIES):
         return case
     return replace(case, todo=remedy_of(cell, case, world))
 
@@ -161,7 +168,7 @@ def remedy_of(cell: Cell, failure: CaseResult, world: World) -> str:
     """
     if failure.says_what_to_do:
         return ""
-    remedy = cell.property.remedy
+    remedy = cell.property.remedies.get(failure.manner) or _REMEDIES.get(failure.manner, cell.property.remedy)
     change = _coarser_that_agrees(cell, failure, world)
     if change is None:
         return remedy

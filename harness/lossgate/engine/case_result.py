@@ -10,10 +10,9 @@ from torch import Tensor
 from lossgate.adequacy.kills import killed_mutants
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.base.errors import CandidateError
-from lossgate.cases.assemble import KEEPS_THE_GRAPH
 from lossgate.cases.case import Case
 from lossgate.cases.current_case import running
-from lossgate.judge.comparison import Comparison
+from lossgate.judge.comparison import MANNERS, Comparison, Manner
 from lossgate.problems.problem import Problem
 from lossgate.properties import Property
 from lossgate.properties.registry import Resources, Said
@@ -68,11 +67,15 @@ class CaseResult:
     @property
     def says_what_to_do(self) -> bool:
         """Whether the findings themselves say what to do, so that no advice need be added."""
-        if self.failure == CandidateError.__name__:
-            return True
-        wrong = [comparison for comparison in self.comparisons if not comparison.agrees]
-        lost_graph = [any(KEEPS_THE_GRAPH in fault for fault in comparison.faults) for comparison in wrong]
-        return bool(wrong) and all(lost_graph) and not self.faults
+        return self.failure == CandidateError.__name__
+
+    @property
+    def manner(self) -> Manner:
+        """In which way the kernel fails: the one to tell first, if there are several."""
+        if self.failure == RankRaised.__name__:
+            return "raises"
+        found = {comparison.manner for comparison in self.comparisons if not comparison.agrees}
+        return next(manner for manner in MANNERS if manner in {*found, "wrong"})
 
     @property
     def symptoms(self) -> tuple[str, ...]:

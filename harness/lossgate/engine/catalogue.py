@@ -21,6 +21,7 @@ from lossgate.engine.advice import remedy_of
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.cell_record import PropertyRecord
+from lossgate.engine.explained import Broken, explained, in_order
 from lossgate.engine.own_mistakes import SaidByProblem, choice_behind, gaps_of, may_show, said_by, shown_by, unseen
 from lossgate.engine.recorded import share_of
 from lossgate.engine.search import Search
@@ -56,15 +57,16 @@ class Catalogue:
         tried = [one for one in search.placed if one.problem.tokens <= _FEW_TOKENS] or search.placed
         self._tried = _starting_at(str(cell), tried)
         self._cases: dict[int, Case] = {}
+        self._broken: list[Broken] = []
         self.failure: CaseResult | None = None
-        """The smallest case found that breaks the first broken property."""
+        """The smallest case found that breaks the broken property that is told first."""
         self.shrink_calls = 0
         self.resources: Resources = {}
         """The memory and traffic of a call on the failing problem, or else on the last problem.
         Empty if no property measured them."""
 
     def run(self) -> tuple[PropertyRecord, ...]:
-        """Checks every property.
+        """Checks every property. Those that fail come first, in the order in which they are told.
 
         If a property fails and a later one loses the ranks, only the records before that are
         returned.
@@ -72,18 +74,42 @@ class Catalogue:
         Raises:
             WorldLost: if the ranks are lost before a property failed.
         """
-        found: list[PropertyRecord] = []
+        found, lost = list[PropertyRecord](), False
         for held_to in self._cell.also:
             try:
                 record = self._check(held_to)
             except WorldLost:
-                if self.failure is None:
+                if not self._broken:
                     raise
+                lost = True
                 break
             if self._search.failure is not None:  # agreement failed on a problem that was run for the property
                 break
             found.append(record)
-        return tuple(found)
+        return tuple(self._told(found, lost=lost))
+
+    def _told(self, records: Sequence[PropertyRecord], *, lost: bool) -> Iterator[PropertyRecord]:
+        """Yields the records in the order in which they are told, with what explains each.
+
+        The first failure is shrunk, unless the ranks are lost.
+        """
+        broken = in_order(self._broken)
+        by_name = {record.name: record for record in records}
+        by_others = {} if lost else explained(broken, self._cell, self._world)
+        for number, one in enumerate(broken):
+            record = by_name.pop(one.held_to.name)
+            case = one.case
+            if number == 0:
+                case = self.failure = case if lost else self._shrunk(one)
+            remedy = remedy_of(self._cell.held_to(record.name), case, self._world)
+            yield replace(
+                record,
+                findings=case.findings,
+                on=case.problem.describe(),
+                remedy=remedy,
+                explained=by_others.get(record.name),
+            )
+        yield from by_name.values()
 
     def _check(self, held_to: Property) -> PropertyRecord:
         if reason := self._cell.candidate.exempt.get(held_to.name):
@@ -95,15 +121,12 @@ class Catalogue:
             if case.fits:
                 cases.append(case)
             if not case.agrees:
-                self._shrink(placed, held_to, case)
+                self._broken.append(Broken(held_to, placed, case))
                 break
-        failing = next((case for case in cases if not case.agrees), None)
-        if failing is not None and self.failure is not None and self.failure.held_to == held_to.name:
-            failing = self.failure  # it is shrunk
         margin = max((c.margin for case in cases for c in case.comparisons), default=0.0)
         if cases and not self.resources:
-            self.resources = (failing or cases[-1]).resources
-        record = PropertyRecord(
+            self.resources = cases[-1].resources
+        return PropertyRecord(
             name=held_to.name,
             problems=len(cases),
             comparisons=sum(len(case.comparisons) for case in cases),
@@ -111,10 +134,6 @@ class Catalogue:
             seconds=round(perf_counter() - start, 4),
             gaps=gaps_of(held_to, check.said),
         )
-        if failing is None:
-            return record
-        remedy = remedy_of(self._cell.held_to(held_to.name), failing, self._world)
-        return replace(record, findings=failing.findings, on=failing.problem.describe(), remedy=remedy)
 
     def _chosen(self, check: _Check) -> Iterator[Placed]:
         """Yields the problems on which a property is checked. The caller adds to ``check.cases``.
@@ -200,17 +219,15 @@ class Catalogue:
     def _new_case(self, placed: Placed) -> Case:
         return Case(self._cell.candidate, placed.problem, self._world, placed.entry.bound)
 
-    def _shrink(self, placed: Placed, held_to: Property, case: CaseResult) -> None:
-        """Shrinks the problem on which a property fails, if it is the first property that fails."""
-        if self.failure is not None:
-            return
-        self.failure = case
+    def _shrunk(self, broken: Broken) -> CaseResult:
+        """Returns the failure of a property on the smallest problem on which it fails."""
+        held_to, case = broken.held_to, broken.case
         if not held_to.shrinks or case.failure == Hang.__name__:  # a try may cost a time-out, and the ranks
-            return
+            return case
         trials = Trials(self._cell.held_to(held_to.name), self._world, self._settings)
-        trials.try_problem(placed)
-        self.failure = trials.failure or not_again(case)
+        trials.try_problem(broken.placed)
         self.shrink_calls = trials.shrink_calls
+        return trials.failure or not_again(case)
 
 
 def _starting_at(name: str, placed: Sequence[Placed]) -> list[Placed]:

@@ -10,7 +10,7 @@ import builtins
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from math import inf
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
@@ -102,6 +102,18 @@ class KnownFailureRecord(Struct, frozen=True, kw_only=True):
     """Whether the example still disagrees in the same outputs."""
 
 
+How = Literal["mended", "same error", "perhaps"]
+
+
+class Explained(Struct, frozen=True, kw_only=True):
+    """Another broken property that explains why one is broken."""
+
+    by: str
+    how: How
+    """Whether the property holds once the fault that breaks the other is mended, or both raise the
+    same error. If neither, the other may explain it."""
+
+
 class PropertyRecord(Struct, frozen=True, kw_only=True):
     """A further property of a cell, which was checked on some of the cell's problems."""
 
@@ -121,6 +133,8 @@ class PropertyRecord(Struct, frozen=True, kw_only=True):
     """The problem of the findings, in words."""
     remedy: str = ""
     """What to do about the findings, in words."""
+    explained: Explained | None = None
+    """Another broken property that explains the findings, if there is one."""
     gaps: tuple[str, ...] = ()
     """A reason against AGREE for each mistake that the property is there to find, but that no
     problem would have shown."""

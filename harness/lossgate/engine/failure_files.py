@@ -154,7 +154,7 @@ def write_failure(result: CellResult, folder: Path) -> Path:
     """Writes the failure of a cell into a folder, and returns the file. Its name contains the cell.
 
     Raises:
-        UsageError: if the folder cannot be written.
+        OSError: if the folder cannot be written.
     """
     failure = result.failure
     if failure is None:
@@ -177,13 +177,10 @@ def write_failure(result: CellResult, folder: Path) -> Path:
     )
     text = msgspec.json.format(msgspec.json.encode(content), indent=1)
     file = folder / f"{_stem(result.cell, held_to)}-{crc32(text):08x}.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
-        partial.write_bytes(text)
-        partial.rename(file)  # so that nobody reads half a file
-    except OSError as error:
-        raise UsageError(f"can't write {file}: {error.strerror}; choose another folder with --failures") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    partial.write_bytes(text)
+    partial.rename(file)  # so that nobody reads half a file
     return file
 
 

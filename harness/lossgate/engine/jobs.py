@@ -2,9 +2,11 @@
 """Jobs for children, as data that pickles. Candidates are given by their sources."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from lossgate.base.errors import CandidateError
 from lossgate.base.layout import Layout
 from lossgate.cases.case import Case
 from lossgate.cases.random_numbers import has_drawn, other_numbers
@@ -14,11 +16,13 @@ from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.cell_record import CellRecord
 from lossgate.engine.child import News, tell
+from lossgate.engine.own_mistakes import said_by
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.problems.problem import Problem
 from lossgate.properties import find_property
 from lossgate.worlds import make_world
+from lossgate.worlds.base import RankFailure
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,15 @@ def run_cases(cell: Cell, problems: Sequence[Problem], timeout: float) -> list[C
     """Runs problems of a cell one after the other, in this process."""
     world = make_world(cell.world, cell.layout, timeout, cell.device)
     try:
-        cases = [run_case(Case(cell.candidate, problem, world), cell.property) for problem in problems]
-        return [with_todo(cell, case, world) for case in cases]
+        return [_run_case(cell, Case(cell.candidate, problem, world)) for problem in problems]
     finally:
         world.close()
+
+
+def _run_case(cell: Cell, case: Case) -> CaseResult:
+    result = run_case(case, cell.property)
+    if not result.agrees:
+        return with_todo(cell, result, case.world)
+    with suppress(RankFailure, CandidateError):  # the property calls the kernel in another way, which is right
+        return replace(result, said=said_by(case, cell.property))
+    return result

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lossgate.base.errors import UsageError
 from lossgate.base.spelling import counted, in_a_row
+from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.large import size_of
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import has_source, load_candidates
@@ -18,6 +19,7 @@ from lossgate.engine.cell_record import Verdict
 from lossgate.engine.crash import run_in_child
 from lossgate.engine.failure_files import FailureFile, FrozenCase, versions
 from lossgate.engine.jobs import run_cases
+from lossgate.engine.own_mistakes import shown_by
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import pooled_disagreements, pooled_outputs
 from lossgate.problems.problem import Problem
@@ -176,16 +178,28 @@ def _cell_of(failure: FailureFile, candidate: str | None, world: str | None) -> 
 
 def why_it_shows_nothing(cell: Cell, cases: Sequence[CaseResult]) -> str:
     """Returns why no problem could have shown that a kernel is wrong; "" if a problem could."""
+    held_to = cell.property
     if not any(case.fits for case in cases):
-        return f"this problem says nothing about property {cell.property}"
+        return f"this problem says nothing about property {held_to}"
+    if hidden := dict.fromkeys(sentence for case in cases for sentence in case.said):
+        shown = shown_by(case.said for case in cases)
+        return "" if shown else f"this problem would not have shown a kernel in which {', or '.join(hidden)}"
     comparisons = [comparison for case in cases for comparison in case.comparisons]
-    if not cell.property.needs_adequacy or any(comparison.tells_scale for comparison in comparisons):
+    if any(comparison.tells_scale for comparison in comparisons):
+        return ""
+    if not held_to.needs_adequacy and any(_is_somewhere(cell, case) for case in cases):
         return ""
     if all(comparison.vacuous for comparison in comparisons):
         return (
             "every output is 0 in the reference, for example because no token is trained, so this problem shows nothing"
         )
     return "rounding explains even a result of zero, so this problem shows nothing"
+
+
+def _is_somewhere(cell: Cell, case: CaseResult) -> bool:
+    """Returns whether the loss or a gradient is not 0 everywhere in the reference."""
+    reference = BoundProblem(cell.candidate.spec, case.problem).reference(())
+    return any(bool(whole.any()) for output, whole in reference.items() if output.kind in ("loss", "gradient"))
 
 
 def _on(failure: FailureFile, failing: CaseResult | None) -> Iterator[str]:

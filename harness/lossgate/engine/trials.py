@@ -12,7 +12,7 @@ from hypothesis.errors import Flaky
 
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.option_mutants import OptionMutant
-from lossgate.base.errors import LossgateError
+from lossgate.base.errors import CandidateError, LossgateError
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.large import is_large
@@ -22,7 +22,8 @@ from lossgate.engine.cell import Cell
 from lossgate.engine.own_mistakes import said_by
 from lossgate.engine.settings import Settings
 from lossgate.problems.problem import Problem
-from lossgate.worlds.base import Hang, World, WorldLost
+from lossgate.specs.outputs import Output
+from lossgate.worlds.base import Hang, RankFailure, World, WorldLost
 
 _OTHERS = 2
 """The most failures of other kinds that are reported with the first."""
@@ -67,6 +68,8 @@ class Trials:
     _error: LossgateError | None = None
     _first_kinds: frozenset[str] = frozenset()
     """The kinds of the first failure."""
+    _infinite: frozenset[Output] = frozenset()
+    """The outputs whose reference is not finite on the first failing problem."""
     _failed_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -168,8 +171,11 @@ class Trials:
                 del mutants[name]
         if result.agrees:
             return result
+        infinite = _infinite(case, result)
         if not shrinking:
-            self._failed_at, self._first_kinds = monotonic(), result.kinds
+            self._failed_at, self._first_kinds, self._infinite = monotonic(), result.kinds, infinite
+        elif not infinite <= self._infinite:  # a right kernel may fail, too
+            return replace(result, findings=())
         self._keep(result, case)
         return result
 
@@ -210,6 +216,17 @@ def not_again(failure: CaseResult) -> CaseResult:
     """Returns a failure with a further finding: it was not seen again."""
     finding = "the candidate is not deterministic: the same problem, run again, gave another result"
     return replace(failure, findings=(*failure.findings, finding), failure=None, unstable=True)
+
+
+def _infinite(case: Case, result: CaseResult) -> frozenset[Output]:
+    """Returns the outputs whose reference is not finite; none if the kernel gave no outputs."""
+    if result.failure is not None:
+        return frozenset()
+    try:
+        reference = case.oracle.reference
+    except (RankFailure, CandidateError):  # the property calls the kernel in another way
+        return frozenset()
+    return frozenset(output for output, whole in reference.items() if not bool(whole.isfinite().all()))
 
 
 def _size(problem: Problem) -> tuple[int, int, int, int]:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from lossgate.adequacy.known_mistakes import MistakesShown
 from lossgate.adequacy.option_mutants import OptionMutant
-from lossgate.base.spelling import counted
+from lossgate.base.spelling import counted, in_a_row
 from lossgate.declaration.candidate import KnownFailure
 from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach, to_show_without
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, CellRun
-from lossgate.engine.cell_record import PropertyRecord, Verdict
+from lossgate.engine.cell_record import Explained, How, PropertyRecord, Verdict
 from lossgate.engine.failure_files import FrozenCase
 from lossgate.engine.own_mistakes import gaps_of
 from lossgate.engine.recorded import record_of
@@ -23,6 +23,12 @@ from lossgate.specs.outputs import Output
 
 _SHOWN = 4
 """The most values of a choice that a line lists, and the most lines about known mistakes."""
+
+_EXPLAINED: Mapping[How, str] = {
+    "mended": "broken for this reason alone",
+    "same error": "broken by the same error",
+    "perhaps": "perhaps broken for the same reason",
+}
 
 
 @dataclass(frozen=True)
@@ -92,13 +98,18 @@ def reasons_of(properties: Iterable[PropertyRecord]) -> tuple[str, ...]:
     """Returns the findings of all properties as reasons against AGREE.
 
     Each broken property but the first also says on which problem. The problem of the first is
-    shown as the failure of the cell.
+    shown as the failure of the cell. Properties that another one explains are only named.
     """
-    lines: list[str] = []
-    for number, broken in enumerate(held_to for held_to in properties if not held_to.holds):
-        lines += broken.reasons
+    lines, broken = list[str](), [held_to for held_to in properties if not held_to.holds]
+    for number, one in enumerate(broken):
+        if one.explained is not None:
+            continue
+        lines += one.reasons
+        for how, words in _EXPLAINED.items():
+            if others := [other.symptom for other in broken if other.explained == Explained(by=one.name, how=how)]:
+                lines.append(f"{words}: {in_a_row(others)}")
         if number:
-            lines.append(f"{broken.symptom}: on {broken.on}")
+            lines.append(f"{one.symptom}: on {one.on}")
     return tuple(lines)
 
 

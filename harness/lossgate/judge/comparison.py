@@ -3,9 +3,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from lossgate.judge.statistics import SCALE
 from lossgate.specs.outputs import Output
+
+Manner = Literal["raises", "not finite", "missing", "wrong"]
+"""In which way a kernel fails: a call raises an error, an output is NaN or infinite, backward did
+not reach an input, or anything else."""
+MANNERS: tuple[Manner, ...] = get_args(Manner)
+"""The manners in the order in which failures are told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +41,8 @@ class Comparison:
     """Number of kernels whose rounding is in the output: 2 for the difference of two kernels."""
     faults: tuple[str, ...] = ()
     """What is wrong whatever the noise, in words."""
+    manner: Manner = "wrong"
+    """In which way the output is wrong, if it is."""
     vacuous: bool = False
     """Whether the reference is zero, or so small next to its noise that no error in its scale could
     show."""

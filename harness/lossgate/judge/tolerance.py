@@ -197,7 +197,7 @@ class Tolerance:
         if not bool(result.isfinite().all()):
             count = int((~result.isfinite()).sum())
             fault = f"{count} of {result.numel()} entries are not finite; the reference is finite there"
-            return Comparison(output=self._output, faults=(*faults, fault))
+            return Comparison(output=self._output, faults=(*faults, fault), manner="not finite")
         leaked = result[self._exactly_zero]
         if leaks := int((leaked != 0).sum()):
             largest = float(leaked.abs().max())

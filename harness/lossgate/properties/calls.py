@@ -32,6 +32,7 @@ if the second call overwrites the gradient of the first. -2 and 1 - 2 are exact 
     runs=3,
     mistakes=all_of(values("is that of another call"), gradients("is that of another call")),
     remedy="keep nothing from one call to the next, and write to no tensor that a call returned or saved",
+    may_explain=("after-another-shape", "gradients-add-up", "second-backward", "checkpointing"),
 )
 def same_call_twice(case: Case) -> Checked:
     """Another call between forward and backward, or between two equal calls, changes nothing."""
@@ -110,6 +111,7 @@ class _Around:
     runs=2,
     mistakes=gradients("replaces the one that is there", 1 / (1 + _SECOND) * _SECOND),
     remedy="return gradients from backward and let autograd add them up; assign to no .grad",
+    may_explain=("second-backward",),
 )
 def gradients_add_up(case: Case) -> Checked:
     """Gradients of a second call are added to those that are there."""

@@ -10,6 +10,7 @@ import torch
 from lossgate.cases.case import Case
 from lossgate.cases.rank_call import RankCall, RankOutputs
 from lossgate.judge.comparison import Comparison
+from lossgate.properties.mended import with_grad
 from lossgate.properties.registry import Checked, called, property
 from lossgate.properties.would_show import gradients, values
 
@@ -21,6 +22,10 @@ from lossgate.properties.would_show import gradients, values
     runs=6,
     mistakes=gradients("is lost"),
     remedy="look at ctx.needs_input_grad, and return None in place of a gradient that is not needed",
+    remedies={
+        "missing": "give each input that needs a gradient one, whichever others are frozen: look at its own "
+        "entry of ctx.needs_input_grad"
+    },
 )
 def frozen_inputs(case: Case) -> Checked:
     """Inputs that need no gradient get none, and the gradients of the others stay right."""
@@ -64,6 +69,8 @@ class _Trained:
     runs=2,
     mistakes=values("is lost"),
     remedy="compute gradients only in backward, or where torch.is_grad_enabled(), and write to no .grad",
+    mended=with_grad,
+    may_explain=("checkpointing",),
 )
 def no_grad(case: Case) -> Checked:
     """Under torch.no_grad(), and if no input needs a gradient, all outputs are right. No input gets

@@ -12,6 +12,7 @@ from lossgate.cases.assemble import equal
 from lossgate.cases.case import Case, differing
 from lossgate.cases.rank_call import How, RankCall, RankOutputs, plainly
 from lossgate.judge.comparison import Comparison
+from lossgate.properties.mended import with_copies
 from lossgate.properties.registry import Checked, called, property
 from lossgate.properties.would_show import all_of, has_tokens, needing, trained_tokens
 from lossgate.worlds.base import RankRaised
@@ -47,6 +48,8 @@ def _trains_other_ids(case: Case) -> bool:
         needing("logits are divided by the temperature in place", _is_tempered, _may_be_tempered),
     ),
     remedy="write to no tensor that was given: clone it, or use the operation without the trailing underscore",
+    mended=with_copies,
+    may_explain=("same-call-twice", "gradients-add-up", "second-backward", "checkpointing"),
 )
 def inputs_kept(case: Case) -> Checked:
     """The kernel writes to no input and to no upstream gradient."""

@@ -11,6 +11,7 @@ from lossgate.cases.assemble import equal
 from lossgate.cases.case import Case
 from lossgate.cases.untrained import replaced, untrained
 from lossgate.problems.batch import GlobalBatch
+from lossgate.properties.mended import with_zeros
 from lossgate.properties.registry import Checked, property
 from lossgate.properties.would_show import all_of, masked_token_counts, padding_counts
 from lossgate.specs.heads import HEADS
@@ -35,6 +36,8 @@ leaves to change, and the sign of the changes."""
     "masked-values",
     mistakes=all_of(masked_token_counts, padding_counts),
     remedy="select before computing: torch.where(mask, x, 0.0), because 0 * inf is NaN",
+    mended=with_zeros,
+    may_explain=("masked-nan",),
 )
 def masked_values(case: Case) -> Checked:
     """Wild but finite numbers, and other ids, change nothing at tokens that do not count.

@@ -131,6 +131,10 @@ def _leaves_one_empty(case: Case) -> bool:
     runs=2,
     mistakes=_mistakes,
     remedy="divide by the counts that are given, which are those of the whole batch; keep nothing between calls",
+    remedies={
+        "raises": "let a microbatch have no token: minima, indices and loops over nothing may raise an error",
+        "not finite": "divide by the counts that are given, clamped to 1: a microbatch may train no token",
+    },
 )
 def microbatches(case: Case) -> Checked:
     """Losses, gradients and metrics of the microbatches of a batch add up to those of the batch."""
@@ -239,6 +243,10 @@ def _idles(first: bool) -> Callable[[Case], bool]:
     applies=lambda candidate: "dp" in candidate.axes or "cp" in candidate.axes,
     fits=lambda case: case.problem.layout.dp * case.problem.layout.cp > 1,
     remedy="take part in every collective, with zeros, also where a rank has nothing to train",
+    remedies={
+        "raises": "let a rank have nothing to train: minima, indices and loops over nothing may raise an error",
+        "not finite": "divide by the counts that are given, clamped to 1: a rank may train no token",
+    },
     of_ranks=True,
 )
 def idle_rank(case: Case) -> Checked:

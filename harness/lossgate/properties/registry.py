@@ -9,8 +9,8 @@ from typing import Any
 from lossgate.base.errors import UsageError
 from lossgate.base.spelling import look_up
 from lossgate.cases.case import Case
-from lossgate.declaration.candidate import Candidate
-from lossgate.judge.comparison import Comparison
+from lossgate.declaration.candidate import Candidate, Kernel
+from lossgate.judge.comparison import Comparison, Manner
 from lossgate.judge.explain import explain
 
 Resources = Mapping[str, Mapping[str, float]]
@@ -98,6 +98,13 @@ class Property:
     """Whether a problem says anything about it."""
     remedy: str = ""
     """What to do if it fails; "" for nothing in particular."""
+    remedies: Mapping[Manner, str] = field(default_factory=dict, hash=False)
+    """What to do instead if it fails in some manner."""
+    mended: Callable[[Candidate], Kernel] | None = None
+    """Returns the kernel of a candidate, with the fault that breaks the property mended from
+    outside, if that can be done. What this kernel keeps is broken for the same reason."""
+    may_explain: tuple[str, ...] = ()
+    """The properties that a kernel may break for the same reason, where that can't be tried."""
     shrinks: bool = True
     """Whether a smaller problem on which it fails says more."""
     of_ranks: bool = False
@@ -123,6 +130,9 @@ def property(
     applies: Callable[[Candidate], bool] = lambda candidate: True,
     fits: Callable[[Case], bool] = lambda case: True,
     remedy: str = "",
+    remedies: Mapping[Manner, str] | None = None,
+    mended: Callable[[Candidate], Kernel] | None = None,
+    may_explain: tuple[str, ...] = (),
     shrinks: bool = True,
     of_ranks: bool = False,
     runs: int = 1,
@@ -137,6 +147,11 @@ def property(
         fits: whether a problem says anything about it; by default every problem does. It should
             not run the candidate.
         remedy: what to do if it fails, for people.
+        remedies: what to do instead, by the manner in which it fails.
+        mended: returns the kernel with the fault that breaks the property mended from outside. What
+            this kernel keeps is said to be broken for the same reason.
+        may_explain: the properties that a kernel may break for the same reason, where that can't be
+            tried.
         shrinks: whether a problem on which it fails is made smaller. Choose False for a check that
             makes a problem of its own.
         of_ranks: whether it checks how ranks work together. It is then checked on every layout,
@@ -164,6 +179,9 @@ def property(
             applies=applies,
             fits=fits,
             remedy=remedy,
+            remedies=remedies or {},
+            mended=mended,
+            may_explain=may_explain,
             shrinks=shrinks,
             of_ranks=of_ranks,
             runs=runs,

@@ -16,6 +16,7 @@ from lossgate.cases.placement import takes_idle_ranks
 from lossgate.cases.untrained import without_trained
 from lossgate.declaration.candidate import Candidate
 from lossgate.problems.batch import GlobalBatch
+from lossgate.properties.mended import with_something_trained
 from lossgate.properties.registry import Checked, OwnMistake, called, property
 from lossgate.specs.spec import Spec
 
@@ -46,6 +47,12 @@ def _is_taken_for_1(name: str, case: Case) -> bool:
     mistakes=_divisions_by_0,
     fits=lambda case: not bool(case.candidate.spec.trained_of(_emptied(case).known).any()),
     remedy="divide by a count that is clamped to 1, and give minima and maxima over nothing a value",
+    remedies={
+        "raises": "give minima, maxima and loops over nothing a value",
+        "not finite": "divide by a count that is clamped to 1",
+    },
+    mended=with_something_trained,
+    may_explain=("few-tokens", "microbatches", "idle-rank"),
 )
 def nothing_trained(case: Case) -> Checked:
     """With nothing trained the loss is what the reference says, and gradients are exactly 0."""
@@ -66,6 +73,7 @@ def _without(spec: Spec, batch: GlobalBatch) -> GlobalBatch:
     "few-tokens",
     runs=2,
     remedy="let loops over no tokens, and sums over one, give tensors of the right shape",
+    remedies={"not finite": "look for 0 / 0: the variance of one number is, and a mean over no tokens of a rank"},
 )
 def few_tokens(case: Case) -> Checked:
     """Sequences of one token, and of two, give what the reference says."""

@@ -37,6 +37,7 @@ class _MultipliedBy:
     runs=2,
     mistakes=gradients("does not hang on the upstream gradient", 1 / _FACTORS[0]),
     remedy="multiply what backward computes by the upstream gradient, whatever its sign and size",
+    may_explain=("gradients-add-up", "second-backward", "upstream-one", "upstream-zero"),
 )
 def upstream_scaled(case: Case) -> Checked:
     """Gradients are linear in the upstream gradient: -2 times it gives -2 times them.

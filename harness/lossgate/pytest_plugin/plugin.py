@@ -175,8 +175,9 @@ def lossgate_run(
     folder = Path(str(request.config.getoption("--lossgate-failures")))
 
     def run(cell: Cell) -> None:
+        unwritten: list[str] = []
         try:
-            failures = FailureFiles(folder)
+            failures = FailureFiles(folder, unwritten.append)
             result = run_cell(cell, settings)
             result, mended = hold_to_earlier(result, folder, settings.timeout, examples_of([cell]))
         except UsageError as error:
@@ -184,6 +185,6 @@ def lossgate_run(
         failures(CellFinished(result, mended))
         request.config.stash[_EVIDENCE].tell(result, failures.replay(result), record_property)
         if not result.record.passes:
-            pytest.fail("\n".join(describe_cell(result, failures.replay(result))), pytrace=False)
+            pytest.fail("\n".join([*describe_cell(result, failures.replay(result)), *unwritten]), pytrace=False)
 
     return run

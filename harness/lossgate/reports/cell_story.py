@@ -121,4 +121,9 @@ def _of_property(found: PropertyRecord) -> str:
         return f"property {found.name}: no problem says anything about it"
     margin = f", at most {share(found.margin)} of a limit" if found.comparisons else ""
     word = "kept" if found.holds else "broken"
-    return f"property {found.name}: {word} on {counted(found.problems, 'problem')}{margin}, {found.seconds:.2g} s"
+    because = ""
+    if found.explained is not None:
+        because = f", {'perhaps as' if found.explained.how == 'perhaps' else 'as'} property {found.explained.by} is"
+    return (
+        f"property {found.name}: {word} on {counted(found.problems, 'problem')}{because}{margin}, {found.seconds:.2g} s"
+    )

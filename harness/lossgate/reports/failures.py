@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps a failure file for every cell that disagrees, and none for a cell that agrees."""
 
+from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
 
@@ -16,16 +17,17 @@ class FailureFiles:
     """Writes failure files into a folder, and removes those of earlier runs.
 
     The name of a file contains its cell. A cell that disagrees keeps only its new file. A cell that
-    agrees on the problems of its earlier files loses these. Files of known failures stay.
+    agrees on the problems of its earlier files loses these. Files of known failures stay. If the
+    folder can't be written, it calls ``tell`` with the reason for each cell, and the run goes on.
 
     Raises:
         UsageError: if the folder is a file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tell: Callable[[str], object] = str) -> None:
         if folder.is_file():
             raise UsageError(f"--failures {folder}: that is a file; choose another folder with --failures")
-        self._folder = folder
+        self._folder, self._tell = folder, tell
         self._written: dict[Cell, Path] = {}
         self._known: set[Path] = set()
 
@@ -33,9 +35,13 @@ class FailureFiles:
         if isinstance(event, RunStarted):
             self._known = examples_of((*event.matrix, *event.cells))
         elif isinstance(event, CellFinished) and event.result.cell.candidate.known_failure is None:
-            self._keep(event.result)
-            for file in event.mended:
-                file.unlink(missing_ok=True)
+            try:
+                self._keep(event.result)
+                for file in event.mended:
+                    file.unlink(missing_ok=True)
+            except OSError as error:
+                place = f"{error.filename}: {error.strerror}"
+                self._tell(f"can't keep the failure files of {event.result.cell}: {place}; choose another --failures")
 
     def _keep(self, result: CellResult) -> None:
         cell = result.cell

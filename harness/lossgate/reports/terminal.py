@@ -23,6 +23,7 @@ from lossgate.reports.describe import describe, escaped, heading, print_detail, 
 from lossgate.reports.failures import FailureFiles
 from lossgate.reports.shown_verdict import percent, share
 from lossgate.reports.stories import Stories
+from lossgate.reports.unfit_specs import unfit_specs
 from lossgate.reports.verdict_table import coloured_summary, summary, verdict_table
 
 _NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -183,6 +184,7 @@ class Terminal:
         if self._volume is not Volume.QUIET and cells:
             print_whole(self.console, verdict_table(cells))
             print_remarks(self.console, cells)
+        self._print(map(escaped, unfit_specs(event.results)))
         self._print(_skipped_lines(self._skipped))
         if event.stopped:
             self.console.print(f"[bold]stopped:[/] {escape(event.stopped)}", soft_wrap=True)

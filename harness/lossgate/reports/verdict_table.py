@@ -29,6 +29,8 @@ _GAP = 2
 """Columns of the console between two columns of the table."""
 _READABLE_NAME = 24
 """Names are folded down to this width before dtype and layouts share a column."""
+_SHORTEST_NAME = 8
+"""Names are folded down to this width before the numbers are dropped."""
 _READABLE_TEXT = 20
 """``good for`` is shown only if it can have this width. A narrower one makes very tall rows."""
 _NOTHING = "-"
@@ -206,8 +208,8 @@ class VerdictTable:
     """The verdicts as a table that fits the console, with a caption below it.
 
     As the console narrows, ``good for`` is dropped first, then ``comparisons``, then ``problems``.
-    Then the names are folded and the layouts wrapped. Last, dtype and layouts share a column.
-    Verdicts and numbers stay whole down to a width of 60.
+    Then the names are folded and the layouts wrapped. Then dtype and layouts share a column. Below
+    a width of 60, the other numbers may be dropped, too.
     """
 
     def __init__(self, rows: Sequence[_Row]) -> None:
@@ -233,7 +235,7 @@ class VerdictTable:
             table.add_row(*cells)
         yield ""
         yield table
-        yield Text(f"\n{_CAPTION}\n", style="dim")
+        yield Text(f"\n{_CAPTION}\n", style="dim") if any(column.right for column in columns) else ""
 
     def _fitting(self, console: Console, options: ConsoleOptions) -> tuple[list[_Column], list[int]]:
         """Returns the first choice of columns that fits, or else the last, and their widths."""
@@ -283,7 +285,8 @@ class VerdictTable:
         least = _width(console, options, *_Column("", both, breaks=_IN_LAYOUTS).folded(0))
         shared = _Column("dtype,\nlayouts", both, least=least, breaks=_IN_LAYOUTS)
         one_line = _width(console, options, heading, *without_notes)
-        yield [candidate(least=1), verdict(least=one_line), shared, *figures]
+        yield [candidate(least=_SHORTEST_NAME), verdict(least=one_line), shared, *figures]
+        yield [candidate(least=1), verdict(least=one_line), shared]
 
 
 def _width(console: Console, options: ConsoleOptions, *texts: Text) -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs all checks of a spec, in their order."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import hypothesis.errors
 import torch
@@ -152,19 +152,30 @@ _PROBLEMS = 40
 """How many problems are drawn for each head."""
 
 
-def check_spec(spec: Spec) -> Iterator[Outcome]:
+_FEW = 10
+"""How many problems are drawn for each head to see quickly whether a spec is fit."""
+
+
+def first_failure(spec: Spec) -> Outcome | None:
+    """Returns the first check that fails, among those that run no kernel, on a few problems."""
+    return next((outcome for outcome in check_spec(spec, CHECKS[:-2], _FEW) if not outcome.passed), None)
+
+
+def check_spec(spec: Spec, checks: Iterable[Check] = CHECKS, problems: int = _PROBLEMS) -> Iterator[Outcome]:
     """Checks a spec: is its reference fit to judge kernels by?
 
     The checks that run a dense kernel take longest. They are left out if an earlier check failed.
 
     Args:
         spec: what ``lossgate.spec`` returned.
+        checks: those to make, in their order.
+        problems: how many problems are drawn for each head.
 
     Yields:
         The outcome of each check, as soon as it is known.
     """
     try:
-        subject = Subject(spec, tuple(ordinary_problems(spec, _PROBLEMS)))
+        subject = Subject(spec, tuple(ordinary_problems(spec, problems)))
         _ = [bound.batch for bound in subject.problems]  # draws the fields, which may raise
     except UsageError as error:
         yield Outcome(_DRAWS, (Finding(str(error), _remedy(error)),))
@@ -173,7 +184,7 @@ def check_spec(spec: Spec) -> Iterator[Outcome]:
         yield Outcome(_DRAWS, (Finding("no options are valid together", "see __post_init__ and option_groups="),))
         return
     failed = False
-    for check in CHECKS:
+    for check in checks:
         if failed and check.find in (judged, on_ranks):
             return
         outcome = Outcome(check, _found(check, subject))
