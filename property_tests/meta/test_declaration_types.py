@@ -279,7 +279,10 @@ def test_what_is_no_function_with_a_name_is_refused(decorated: Any, message: str
             "Precision(logits='float64'): that is the dtype of the reference, and of",
         ),
         (lambda: Precision(logits=None), "Precision(logits=None): expected one of float32, bfloat16, float16"),
-        (lambda: Precision(products="fp8"), "Precision(products='fp8'): expected one of float32, tf32, bfloat16, float16"),
+        (
+            lambda: Precision(products="fp8"),
+            "Precision(products='fp8'): expected one of float32, tf32, bfloat16, float16",
+        ),
         (lambda: Precision(chunk=float("nan")), "Precision(chunk=nan): expected a positive number of tokens, or None"),
         (lambda: Precision(returned=3), "Precision(returned=3): expected a dtype, or a mapping such as"),
         (lambda: Precision(loss=[]), "Precision(loss=[]): expected one of float32, bfloat16, float16"),
