@@ -25,8 +25,10 @@ NEVER = {
 AT_TIMES = {
     "accuracy of training",
     "adds up on ctx",
+    "assigns to bias",
     "checks the chosen",
     "clips with a graph",
+    "count forgotten with 1",
     "fills in place",
     "frees what is saved",
     "kept labels",
