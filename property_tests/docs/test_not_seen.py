@@ -93,6 +93,17 @@ def filtered(*, logits: str) -> Candidate:
     return kernel
 
 
+def test_logits_in_fp8_are_rejected() -> None:
+    @candidate("nll", head="logits", dtypes=("bfloat16",), precision=Precision(logits="bfloat16"))
+    def kernel(inputs: Any, options: Any, mesh: Any) -> Tensor:
+        logits = inputs.logits.float()
+        rounded = logits + (logits.to(torch.float8_e4m3fn).float() - logits).detach()
+        nll = F.cross_entropy(rounded, inputs.labels, reduction="none")
+        return torch.where(inputs.mask, nll, 0.0).sum() / inputs.valid_tokens.clamp(min=1)
+
+    assert verified(kernel, "bfloat16").verdict is Verdict.DISAGREE
+
+
 @pytest.mark.slow
 def test_a_loss_in_bfloat16_may_need_more_problems() -> None:
     kernel = KERNELS["divergence_logits_by_torch_low"]
