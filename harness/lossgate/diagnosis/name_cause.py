@@ -14,6 +14,7 @@ from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.families.factors import powers_of_options
 from lossgate.counterfactuals.families.loss_terms import terms
 from lossgate.counterfactuals.families.operations import operations
+from lossgate.counterfactuals.families.option_values import options_for_others
 from lossgate.counterfactuals.families.rounded import rounded
 from lossgate.diagnosis.cause import Diagnosis
 from lossgate.diagnosis.coarser_precision import coarser
@@ -71,9 +72,9 @@ def name_cause(
 def _compare(inquiry: Inquiry, bank: Iterable[Counterfactual], without: Collection[str]) -> None:
     """Compares mistakes with the first failing problems.
 
-    These are the bank, the terms of the loss, and factors. If none of them explains all, powers of
-    options, single values that may be rounded and single operations of the loss are added. If
-    nothing fits at all, other losses that may be mixed in are added.
+    These are the bank, the terms of the loss, and factors. If none of them explains all, more
+    mistakes of options, single values that may be rounded and single operations of the loss are
+    added. If nothing fits at all, other losses that may be mixed in are added.
     """
 
     def ask(mistakes: Iterable[Counterfactual]) -> list[Explanation]:
@@ -84,7 +85,8 @@ def _compare(inquiry: Inquiry, bank: Iterable[Counterfactual], without: Collecti
     first = inquiry.failing[0]
     found = ask([*bank, *terms(first.setting), *fitted_factors(first)])
     if all(any(one.left) for one in found):  # each leaves something unexplained
-        found += ask([*powers_of_options(first.setting), *rounded(first.setting), *operations(first.setting)])
+        of_options = [*options_for_others(first.setting), *powers_of_options(first.setting)]
+        found += ask([*of_options, *rounded(first.setting), *operations(first.setting)])
     if not found:
         found = ask(mixed_in(first))
     inquiry.likely = [one.mistake for one in sorted(found, key=lambda one: one.left) if one.mistake is not None]

@@ -33,6 +33,7 @@ NOTHING = {
         "means of the parts of sequences over cp*": TOKEN_BY_TOKEN,
         "* of each rank's own part": ("value",),
         "* over sequences where the * belongs": ("value",),
+        "each sequence *": TOKEN_BY_TOKEN,
         "one sequence on each rank": TOKEN_BY_TOKEN,
         "sequences begin one token late": TOKEN_BY_TOKEN,
         "0 / 0 where a sequence *": TOKEN_BY_TOKEN,
@@ -89,6 +90,7 @@ NOTHING = {
         "beta inverted": ("divergence",),
         "beta negated": ("divergence",),
     },
+    "the reference refuses such a weight": {"beta so large that it bounds nothing": ("divergence",)},
     "the entropy is a metric, without a gradient": {"entropy detached": ("nll",)},
     "the other choice is not valid, or the default says the same": {
         "positive_nll_normaliser as global": ("clipped_pg",),

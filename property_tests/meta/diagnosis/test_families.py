@@ -14,8 +14,10 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placement import PlacedProblem, sample_problems
 from lossgate.counterfactuals.bank import FAMILIES, counterfactuals_of
 from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.families.factors import powers_of_options
 from lossgate.counterfactuals.families.loss_terms import terms
 from lossgate.counterfactuals.families.operations import operations, where_it_overflows
+from lossgate.counterfactuals.families.option_values import options_for_others
 from lossgate.counterfactuals.families.rounded import rounded
 from lossgate.counterfactuals.seams import same
 from lossgate.counterfactuals.setting import Setting
@@ -124,12 +126,25 @@ def test_early_chunks_may_be_lost_or_doubled(what: str) -> None:
         "its argument is bounded by -10 and 10",
         "what is subtracted is doubled",
         "it is taken for false",
+        "equal numbers count otherwise",
         "its size, not its square",
     ],
 )
 def test_an_operation_may_have_other_bounds(what: str) -> None:
     asked = settings("grpo", "logprobs", "single", 30, "shard", "clipfrac", "kl1", "kl2")
     assert any(changed(one, [setting]) for setting in asked for one in operations(setting) if one.name.endswith(what))
+
+
+def test_an_option_may_take_the_number_of_another() -> None:
+    asked = settings("grpo", "logprobs", "single", 12)
+    found = [one for one in options_for_others(asked[0]) if one.name == "clip_lower for clip_higher"]
+    assert {str(o) for o in changed(found[0], asked)} == {"loss", "grad of logprobs"}
+
+
+def test_outputs_may_be_multiplied_by_an_option() -> None:
+    asked = settings("grpo", "logprobs", "single", 12)
+    found = [one for one in powers_of_options(asked[0]) if one.name == "outputs divided by the square of beta"]
+    assert {str(o) for o in changed(found[0], asked)} == {"loss", "logprobs", "grad of logprobs"}
 
 
 @pytest.mark.parametrize(("number", "expected"), [(0.0, [1.0, 0.0]), (7.0, [1.0, 7.0])])

@@ -308,11 +308,12 @@ def terms(setting: Setting) -> Iterator[Counterfactual]:
                 f"the term {name!r} of the loss {_said(what)}",
                 loss=partial(_changed, name, change),
             )
-        yield mistake(
-            f"term {name}: mask ignored",
-            f"in the term {name!r} of the loss the mask is ignored",
-            loss=partial(_unmasked, name),
-        )
+        for also, in_metrics in (("", False), (", and in metrics", True)):
+            yield mistake(
+                f"term {name}: mask ignored{also}",
+                f"in the term {name!r} of the loss{also} the mask is ignored",
+                loss=partial(_unmasked, name, in_metrics=in_metrics),
+            )
         yield mistake(
             f"term {name}: mask ignored, padding too",
             f"in the term {name!r} of the loss the mask is ignored, and padding counts too",
@@ -349,9 +350,10 @@ def _changed(name: str, change: OfTerm, bound: BoundSpec, values: TokenValues, f
     return replace(found, terms={**found.terms, name: term}).loss, dict(found.metrics)
 
 
-def _unmasked(name: str, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
+def _unmasked(name: str, bound: BoundSpec, values: TokenValues, fields: Fields, *, in_metrics: bool = False) -> Reduced:
     found = _terms(bound, values, fields)
     wrong = _terms(bound, values, {**fields, "mask": torch.ones_like(fields["mask"])})
     assert found is not None
     assert wrong is not None
-    return replace(found, terms={**found.terms, name: wrong.terms[name]}).loss, dict(found.metrics)
+    metrics = dict((wrong if in_metrics else found).metrics)
+    return replace(found, terms={**found.terms, name: wrong.terms[name]}).loss, metrics

@@ -372,6 +372,7 @@ _CHANGES: Mapping[str, Mapping[str, Rewrite]] = {
     "or": _BOOL,
     "comparison": {
         "it is turned round": lambda found, args: ~found,
+        "equal numbers count otherwise": lambda found, args: found ^ (args[0] == args[1]),
         "it is taken for true": lambda found, args: torch.ones_like(found),
         "it is taken for false": lambda found, args: torch.zeros_like(found),
     },

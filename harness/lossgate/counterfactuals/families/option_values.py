@@ -5,7 +5,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
@@ -56,11 +56,29 @@ def options(spec: Spec, head: str) -> Iterator[Counterfactual]:
         )
 
 
+def options_for_others(setting: Setting) -> Iterator[Counterfactual]:
+    """Yields the mistakes of an option that takes the number of another one."""
+    spec = setting.spec
+    numbers = [option for option in spec.options if _is_weight(option) and option.name not in spec.logit_options]
+    for one, other in permutations(numbers, 2):
+        yield mistake(
+            f"{other.name} for {one.name}",
+            f"{other.name} stands in place of {one.name}",
+            partial(_differ, one, other),
+            options=partial(_other_for, one.name, other.name),
+        )
+
+
+def _other_for(one: str, other: str, setting: Setting) -> BoundSpec:
+    return with_values(setting, {one: _value(setting.bound_spec, other)})
+
+
 def _is_weight(option: Option) -> bool:
     return isinstance(option.default, float) or any(isinstance(value, float) for value in option.drawn)
 
 
 _CHANGES: dict[str, Any] = {
+    "so large that it bounds nothing": lambda x: 1e30,
     "negated": lambda x: -x,
     "doubled": lambda x: 2 * x,
     "halved": lambda x: x / 2,
