@@ -23,6 +23,7 @@ from lossgate.cases.placement import sample_problems
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.explain import explain_difference
+from lossgate.numerics.float_formats import ROUNDED_TO
 from lossgate.properties import PROPERTIES
 from lossgate.worlds import SimulatedWorld
 
@@ -167,8 +168,12 @@ def _can_compare(first: Candidate, second: Candidate, problem: Problem) -> bool:
     """Returns whether another kernel can be given a problem of one, and is to give the same."""
     values: dict[str, Any] = {**problem.options, "bias": problem.bias, "vocab_split": problem.vocab_split}
     able = ((value, second.supported(name)) for name, value in values.items())
-    return first.differentiable == second.differentiable and all(
-        supported is ANY or value in supported for value, supported in able
+    # The tokens of a problem keep clear of kinks by the rounding for which it was made.
+    coarser = ROUNDED_TO[second.coarsest(problem.dtype)].unit > problem.coarsest.unit
+    return (
+        not coarser
+        and first.differentiable == second.differentiable
+        and all(supported is ANY or value in supported for value, supported in able)
     )
 
 
