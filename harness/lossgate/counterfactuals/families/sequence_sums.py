@@ -52,12 +52,12 @@ def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
         )
     if spec.group_size == 1:
         for what, (words, weigh) in _WEIGHTS.items():
-            yield Counterfactual(
-                name=f"each sequence {what}",
-                sentence=f"in the loss, the part of each sequence is {words}",
-                applies=sums_sequences,
+            yield mistake(
+                f"each sequence {what}",
+                f"the part of each sequence is {words}",
+                sums_sequences,
                 todo="check whether the loss takes the sum or the mean over the tokens of a sequence",
-                computed=partial(_weighed, weigh),
+                parts=partial(_weighed, weigh),
             )
     for name in numbers_of_tokens(spec):
         yield from _of_field(name)
@@ -184,18 +184,14 @@ _WEIGHTS: Mapping[str, tuple[str, Callable[[Tensor, float], Tensor]]] = {
 """The wrong weights of sequences, in words and as a function of their trained tokens."""
 
 
-def _weighed(weigh: Callable[[Tensor, float], Tensor], setting: Setting) -> Outputs:
-    """Returns the outputs of a kernel that weighs the parts of sequences. Metrics are right."""
-    sequence, sequences = setting.fields["sequence"], len(setting.lengths)
+def _weighed(weigh: Callable[[Tensor, float], Tensor], setting: Setting) -> list[Part]:
+    sequence, sequences, mask = setting.fields["sequence"], len(setting.lengths), setting.fields["mask"]
     counts = sequence[setting.spec.trained_of(setting.fields)].bincount(minlength=sequences)
     weights = weigh(counts.double(), getattr(setting.bound_spec.options, "epsilon", 0.0))
-    mask = setting.fields["mask"]
-    parts: list[Part] = [
-        (float(weights[own]), {"mask": mask & (sequence == own)}) for own in range(sequences) if counts[own]
-    ]
-    right = setting.once("right", lambda: run(setting))
-    wrong = run(setting, Seams(parts=lambda setting: parts or [(1.0, {})]))
-    return {output: right[output] if output.kind == "metric" else x for output, x in wrong.items()}
+    parts: list[Part] = []
+    for own in (own for own in range(sequences) if counts[own]):
+        parts.append((float(weights[own]), {"mask": mask & (sequence == own)}))
+    return parts or [(1.0, {})]
 
 
 def _with_counts(counts: Counts, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
