@@ -347,7 +347,7 @@ def _latest_count(inputs: Any, options: Any, mesh: Any) -> Any:
     return _own(loss, back, inputs.logprobs)
 
 
-@_bug("after-another-shape", "calls of as many tokens share the numbers of their sequences", "dpo logprobs")
+@_bug("same-call-twice", "calls of as many tokens share the numbers of their sequences", "dpo logprobs")
 def _shared_sequences(inputs: Any, options: Any, mesh: Any) -> Any:
     key = "sequences", len(inputs.mask)
 
@@ -741,6 +741,20 @@ def _validates_without_clip(inputs: Any, options: Any, mesh: Any) -> Any:
         return _value(inputs.values, inputs, options)
     error = torch.where(inputs.mask, inputs.values - inputs.returns, 0.0) ** 2 / 2
     return _mean(error.sum(), inputs.valid_tokens)
+
+
+@_bug("no-leaks", "the losses of all calls are kept with their graphs, to be logged", "dpo logprobs")
+def _keeps_losses(inputs: Any, options: Any, mesh: Any) -> Any:
+    loss = _dpo(inputs.logprobs, inputs, options)
+    KEPT.setdefault("losses", []).append(loss)
+    return loss
+
+
+@_bug("no-leaks", "what backward needs is kept for each call", "nll hidden")
+def _keeps_buffers(inputs: Any, options: Any, mesh: Any) -> Any:
+    logits = inputs.hidden.float() @ inputs.weight.float().T
+    KEPT.setdefault("buffers", []).append(logits.detach().softmax(-1))
+    return _nll(_pick(logits, inputs.labels), inputs)
 
 
 @_bug("no-grad", "without a graph the accuracy is 0", "dpo logprobs")

@@ -45,6 +45,7 @@ BUILT_IN = (
     "reduction-order",
     "idle-rank",
     "budgets",
+    "no-leaks",
     "nothing-trained",
     "few-tokens",
     "upstream-scaled",

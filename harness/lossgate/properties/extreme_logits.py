@@ -124,13 +124,16 @@ def _suppressed(case: Case) -> BoundProblem:
         low = -(2 * size + _NATS * max(case.bound.bound_spec.temperature, 1.0))
         return _without_ids(_with_low_logits(batch, low_ids, low), low_ids)
 
-    return case.bound.redrawn("suppressed ids", change)
+    return case.bound.redrawn(f"suppressed ids {low_ids}", change)
 
 
 def _suppressed_ids(problem: Problem) -> range:
-    """Returns the first half of the vocabulary for odd seeds, and the second for even seeds."""
-    half = problem.vocab // 2
-    return range(half) if problem.seed % 2 else range(half, problem.vocab)
+    """Returns the first half of the vocabulary for odd seeds, and the second for even seeds. If the
+    vocabulary is split over ranks, these are the first and the last shard.
+    """
+    vocab, shards = problem.vocab, [one for one in problem.partition.vocab_shards if one.start < one.end]
+    ends = (shards[0].end, shards[-1].start) if len(shards) > 1 else (vocab // 2, vocab // 2)
+    return range(ends[0]) if problem.seed % 2 else range(ends[1], vocab)
 
 
 def _with_low_logits(batch: GlobalBatch, ids: range, low: float) -> GlobalBatch:
@@ -141,11 +144,12 @@ def _with_low_logits(batch: GlobalBatch, ids: range, low: float) -> GlobalBatch:
 
 
 def _without_ids(batch: GlobalBatch, away: range) -> GlobalBatch:
-    """Returns the batch with ids of one half of the vocabulary replaced by ids of the other."""
+    """Returns the batch with ids at one end of the vocabulary replaced by others."""
 
     def moved(ids: Tensor) -> Tensor:
-        in_other_half = ids + len(away) if away.start == 0 else ids % away.start
-        return torch.where((ids >= away.start) & (ids < away.stop), in_other_half, ids)
+        others = batch.partition.vocab - len(away)
+        outside = away.stop + ids % others if away.start == 0 else ids % others
+        return torch.where((ids >= away.start) & (ids < away.stop), outside, ids)
 
     ids = {name: moved(batch.fields[name]) for name in ("input_ids", "labels")}
     return replace(batch, fields={**batch.fields, **ids})

@@ -83,7 +83,7 @@ _WRONG = 97.0
 @property(
     "strided-inputs",
     mistakes=needing("strides are ignored", _trains_two_on_a_rank, has_tokens),
-    runs=4,
+    runs=6,
     remedy="take strides into account, or call .contiguous() first",
 )
 def strided_inputs(case: Case) -> Checked:

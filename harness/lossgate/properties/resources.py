@@ -21,6 +21,8 @@ _TOKENS, _VOCAB, _HIDDEN = 64, 512, 8
 """The first sizes on each rank. The logits then take far more memory than all inputs together."""
 _MOST_LOGITS = 1 << 21
 """The most logits on each rank."""
+_TIMES = 3
+"""How many times as many tokens the second problem has."""
 _GAIN = 0.9
 """Twice the size must bring the ``_share`` of the budget down by this factor, or is not taken."""
 _SHOWN = ("tokens", "vocab")
@@ -32,6 +34,7 @@ _SEQUENCES = 2
 @property(
     "budgets",
     applies=lambda candidate: candidate.budgets is not None,
+    runs=2,
     remedy="use less, or declare what the kernel needs",
     shrinks=False,
     of_ranks=True,
@@ -42,9 +45,16 @@ def budgets(case: Case) -> Checked:
         problem = demanding_problem(case)
     except UsageError as error:
         raise CandidateError(f"candidate {case.candidate.name!r}: {error}") from None
+    # What does not grow as it should may be within the budget at one size.
+    longer = replace(problem, lengths=tuple(_TIMES * length for length in problem.lengths))
+    use = _use(case, problem)
+    faults = tuple(_over(use, case.candidate, problem)) or tuple(_over(_use(case, longer), case.candidate, longer))
+    return Checked(faults=faults, resources=_resources(use, case, problem))
+
+
+def _use(case: Case, problem: Problem) -> Use:
     bound = case.bound.derived(f"demanding {problem.to_json()}", lambda: BoundProblem(case.candidate.spec, problem))
-    use = observe(Case(case.candidate, problem, case.world, bound), lay_out(bound.unmasked, problem))
-    return Checked(faults=tuple(_over(use, case.candidate, problem)), resources=_resources(use, case, problem))
+    return observe(Case(case.candidate, problem, case.world, bound), lay_out(bound.unmasked, problem))
 
 
 _CALLS = 4

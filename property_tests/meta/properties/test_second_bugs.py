@@ -10,46 +10,17 @@ from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.properties import PROPERTIES
 
-NEVER = {
-    "at most 2 and a half",
-    "four chunks",
-    "puts labels back",
-    "shared labels",
-    "shared mask",
-    "shared old logprobs",
-    "shared sequences",
-    "sums on the cpu",
-    "validates without clip",
-}
-"""What no run finds."""
-AT_TIMES = {
-    "accuracy of training",
-    "adds up on ctx",
-    "assigns to bias",
-    "checks the chosen",
-    "clips with a graph",
-    "count forgotten with 1",
-    "fills in place",
-    "frees what is saved",
-    "kept labels",
-    "kept starts",
-    "maximum of one shard",
-    "no bias in autocast",
-    "one chunk with bias",
-    "own tokens with a clip",
-    "shared if tempered",
-}
-"""What runs find with some seeds alone: the problems of a property rarely show it."""
-MISSED = NEVER | AT_TIMES
+AT_TIMES = {"accuracy of training"}
+"""What runs find with some seeds alone: no problem need have an accuracy that is not 0."""
 
 
 def test_every_property_has_a_second_bug() -> None:
     assert {"agreement"} | {bug.property for bug in SECOND_BUGS.values()} == set(PROPERTIES)
-    assert set(SECOND_BUGS) >= MISSED
+    assert set(SECOND_BUGS) >= AT_TIMES
 
 
 @pytest.mark.slow(but=2)
-@pytest.mark.parametrize("name", [name for name in SECOND_BUGS if name not in MISSED])
+@pytest.mark.parametrize("name", [name for name in SECOND_BUGS if name not in AT_TIMES])
 def test_a_run_finds_it(name: str) -> None:
     bug = SECOND_BUGS[name]
     KEPT.clear()
