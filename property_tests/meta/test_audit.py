@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of ``lossgate audit``: what a configuration would have seen, and what it would not."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from lossgate import Layout
+import pytest
+
+from lossgate import Layout, OwnMistake
 from lossgate.cli.audit import audit_lines
 from lossgate.declaration.loading import load_candidates
 from lossgate.dense_candidates import dense_candidate
@@ -12,6 +15,7 @@ from lossgate.engine.dry_run import Audit, audit
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
+from lossgate.properties import PROPERTIES
 from lossgate.worlds import SimulatedWorld
 from property_tests.meta.command_line import Lossgate
 
@@ -75,6 +79,14 @@ def test_what_rounding_hides_would_have_passed(tmp_path: Path) -> None:
     assert lines[2].startswith(f"    {first.sentence}  (single")
     possible = len(found.seen) + len(found.unseen)
     assert lines[0].startswith(f"kernel: {len(found.seen)} of {possible} known mistakes would have been seen (")
+
+
+def test_what_no_problem_could_show_a_property_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = OwnMistake(sentence="one is added", matters=lambda case: True, can_show=lambda case: False)
+    blind = replace(PROPERTIES["no-grad"], mistakes=lambda candidate: (own,))
+    assert not audited(tmp_path, "single").of_properties
+    monkeypatch.setitem(PROPERTIES, "no-grad", blind)
+    assert "    property no-grad: one is added  (single)" in audit_lines(audited(tmp_path, "single"))
 
 
 def test_the_command_lists_every_mistake_when_asked(tmp_path: Path, lossgate: Lossgate) -> None:

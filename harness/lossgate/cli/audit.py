@@ -85,10 +85,12 @@ def audit_lines(found: Audit, *, listed: bool = False) -> Iterator[str]:
         f"{found.candidate.name}: {len(found.seen)} of {possible} known mistakes would have been seen{share}, "
         f"in {counted(found.cells, 'cell')} with {counted(found.problems, 'problem')}  ({found.seconds:.1f} CPU s)"
     )
-    if found.unseen:
+    if found.unseen or found.of_properties:
         yield "  would have passed:"
     for one in found.unseen.values():
         yield f"    {one.sentence}  ({', '.join(map(str, one.layouts))})"
+    for sentence, layouts in found.of_properties.items():
+        yield f"    {sentence}  ({', '.join(map(str, layouts))})"
     if listed:
         yield from _listed("would have been seen:", found.seen)
     for what, mistakes in (

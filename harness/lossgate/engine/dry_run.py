@@ -5,7 +5,8 @@ The problems are those that a run would try with a right kernel. On each of them
 a mistake takes the place of the kernel. The mistake shows if the judge would reject its outputs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
 from time import process_time
@@ -13,7 +14,8 @@ from time import process_time
 import torch
 
 from lossgate.adequacy.known_mistakes import KnownMistakes, Unshown
-from lossgate.cases.placement import PlacedProblem
+from lossgate.base.layout import Layout
+from lossgate.cases.case import Case
 from lossgate.declaration.candidate import Candidate
 from lossgate.engine.cell import Cell
 from lossgate.engine.plan import plan
@@ -40,6 +42,9 @@ class Audit:
     impossible: Mapping[str, str]
     """The sentences of the mistakes that can't be made on any problem, by name. They need other
     layouts, options or tiles."""
+    of_properties: Mapping[str, tuple[Layout, ...]]
+    """The mistakes that a property is there to find but that no problem of a cell could show, and
+    the layouts of these cells."""
     seconds: float
     """CPU time."""
 
@@ -48,8 +53,8 @@ def audit(candidates: Iterable[Candidate], settings: Settings, *, metrics: bool 
     """Yields, for each candidate, the known mistakes that its cells would have seen.
 
     The mistakes are judged by the outputs that a kernel must return: the loss, other outputs that
-    are declared differentiable, and gradients. Large problems, properties other than agreement and
-    candidates with a known failure are left out.
+    are declared differentiable, and gradients. Of the further properties, a mistake counts if no
+    problem could show it. Large problems and candidates with a known failure are left out.
 
     Args:
         candidates: the candidates. They only declare which problems they take, and are not called.
@@ -64,13 +69,18 @@ def audit(candidates: Iterable[Candidate], settings: Settings, *, metrics: bool 
 
 def _of_candidate(candidate: Candidate, cells: list[Cell], settings: Settings, *, metrics: bool) -> Audit:
     start, threads = process_time(), torch.get_num_threads()
-    mistakes, problems = KnownMistakes(candidate, metrics=metrics), 0
+    mistakes, problems, of_properties = KnownMistakes(candidate, metrics=metrics), 0, dict[str, tuple[Layout, ...]]()
     torch.set_num_threads(1)
     try:
         for cell in cells:
-            for placed in _problems(cell, settings):
-                problems += 1
-                mistakes.ask(placed)
+            with closing(make_world("simulated", cell.layout, settings.timeout)) as world:
+                first = Search(cell, world, settings).first_problems()
+                cases = [Case(candidate, placed.problem, world, placed.entry.bound) for placed in first]
+                for sentence in _hidden_from_properties(cell, cases):
+                    of_properties[sentence] = (*of_properties.get(sentence, ()), cell.layout)
+            problems += len(cases)
+            for case in cases:
+                mistakes.ask(case.placed)
     finally:
         torch.set_num_threads(threads)
     # The other mistakes changed no output. Some of them could not even be made.
@@ -85,15 +95,19 @@ def _of_candidate(candidate: Candidate, cells: list[Cell], settings: Settings, *
         unseen=mistakes.unseen,
         unchanged=unchanged,
         impossible=impossible,
+        of_properties=of_properties,
         seconds=process_time() - start,
     )
 
 
-def _problems(cell: Cell, settings: Settings) -> Iterator[PlacedProblem]:
-    """Yields the problems of ordinary size that the first round of a cell tries."""
-    world = make_world("simulated", cell.layout, settings.timeout)
-    try:
-        for placed in Search(cell, world, settings).first_problems():
-            yield PlacedProblem(placed.entry.bound, placed.problem)
-    finally:
-        world.close()
+def _hidden_from_properties(cell: Cell, cases: Sequence[Case]) -> Iterator[str]:
+    """Yields the mistakes that properties of a cell are there to find and that no problem could
+    show.
+    """
+    for held_to in cell.also:
+        if held_to.name in cell.candidate.exempt:
+            continue
+        asked = [case for case in cases if held_to.fits(case)]
+        for own in held_to.mistakes(cell.candidate):
+            if any(map(own.matters, asked)) and not any(map(own.can_show, asked)):
+                yield f"property {held_to.name}: {own.sentence}"

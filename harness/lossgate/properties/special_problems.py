@@ -87,7 +87,13 @@ def _of_length(case: Case, length: int) -> Case:
     if not takes_idle_ranks(case.candidate):
         count *= problem.layout.dp
     few = replace(
-        problem, lengths=(length,) * count, masks=("all",) * count, forced_labels=(), outliers=(), label_boost=0.0
+        problem,
+        lengths=(length,) * count,
+        masks=("all",) * count,
+        pad_to_multiple=1,
+        forced_labels=(),
+        outliers=(),
+        label_boost=0.0,
     )
     name = f"{count} sequences of {length}, vocabulary {few.vocab}"
     bound = case.bound.derived(name, lambda: BoundProblem(case.candidate.spec, few))
