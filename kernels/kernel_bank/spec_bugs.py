@@ -101,6 +101,13 @@ _OF_SPECS: Mapping[str, tuple[Bug, ...]] = {
         _always("ratio_clip_max", 10.0, "ratios are practically never clipped from above"),
         _choice("truncated_importance_sampling_type", "seq-mask-tis", "icepop"),
         _choice("truncated_importance_sampling_type", "icepop", "tis"),
+        _fields(
+            "weights that overflow",
+            "an importance weight that is not finite becomes a very large one, and not 0",
+            lambda inputs: {
+                "generation_logprobs": torch.maximum(inputs.generation_logprobs, inputs.prev_logprobs - 80.0)
+            },
+        ),
         _choice("kl_input_clamp_value", None, 20.0),
         _choice("ratio_clip_max", 0.2, 0.28),
         _choice("reference_policy_kl_type", "k2", "k1"),

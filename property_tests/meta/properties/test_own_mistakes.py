@@ -3,9 +3,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -256,3 +258,20 @@ def test_a_kernel_may_disagree_on_that_problem(make_world: MakeWorld) -> None:
     assert result.failure is not None
     assert result.failure.held_to == "agreement"
     assert not result.record.properties
+
+
+@candidate("nll", head="hidden", supports={"bias": (False, True)})
+def without_bias(inputs: Any, options: Any, mesh: DeviceMesh) -> Tensor:
+    """In validation the bias is left out."""
+    logits = inputs.hidden.float() @ inputs.weight.float().T
+    if inputs.bias is not None and torch.is_grad_enabled():
+        logits = logits + inputs.bias
+    return summed(SimpleNamespace(logits=logits, labels=inputs.labels, mask=inputs.mask)) / inputs.valid_tokens.clamp(
+        min=1
+    )
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_mistake_in_one_branch_is_found_with_every_seed(seed: int) -> None:
+    assert in_cell(without_bias, PROPERTIES["no-grad"], seed=seed).verdict is Verdict.DISAGREE
