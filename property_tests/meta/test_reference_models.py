@@ -43,7 +43,7 @@ def declared(hidden: str = "reference_hidden", weight: str = "reference_weight",
         reference = token_logprobs(states, rows, inputs.labels)
         apart = token_logprobs(inputs.hidden, inputs.weight, inputs.labels) - reference
         apart = torch.where(inputs.mask, apart, 0.0)
-        rewards = torch.zeros(inputs.sequences).index_add(0, inputs.sequence, apart)
+        rewards = apart.new_zeros(inputs.sequences).index_add(0, inputs.sequence, apart)
         margins, beta = rewards[0::2] - rewards[1::2], options.reference_policy_kl_penalty
         losses = -F.logsigmoid(beta * margins) if options.loss_type == "sigmoid" else (margins - 0.5 / beta) ** 2
         return torch.where(inputs.sample_mask[0::2], losses, 0).sum() / (inputs.valid_sequences / 2).clamp(min=1)

@@ -167,9 +167,7 @@ def _select(tensor: Tensor, dims: Dims, order: Mapping[str, Tensor]) -> Tensor:
     remedy="divide the logits by the temperature, once, and their gradient by it, once",
 )
 def temperature(case: Case) -> Checked:
-    """Logits and a temperature that are both doubled, or halved, several times give the same
-    results.
-    """
+    """Logits and temperature that are both larger, or smaller, give the same results."""
     found = list[Comparison]()
     for factor in _factors(case):
         options, batch = _at(factor, case), case.bound.batch

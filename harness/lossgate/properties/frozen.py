@@ -73,9 +73,7 @@ class _Trained:
     may_explain=("checkpointing",),
 )
 def no_grad(case: Case) -> Checked:
-    """Under torch.no_grad(), and if no input needs a gradient, all outputs are right. No input gets
-    a gradient.
-    """
+    """Without a graph all outputs are right, and no input gets a gradient."""
     comparisons, with_gradient = list[Comparison](), dict[str, None]()
     for words, how in (("", _under_no_grad), ("if no input needs a gradient", _all_frozen)):
         by_rank = case.on_ranks(how)

@@ -82,14 +82,14 @@ _WRONG = 97.0
 
 @property(
     "strided-inputs",
+    # The gradients of one row are 0, and a product of numbers that lie otherwise rounds otherwise.
+    fits=lambda case: case.problem.vocab > 1 or not case.candidate.starts_at.has_logits,
     mistakes=needing("strides are ignored", _trains_two_on_a_rank, has_tokens),
     runs=6,
     remedy="take strides into account, or call .contiguous() first",
 )
 def strided_inputs(case: Case) -> Checked:
-    """Inputs and upstream gradients in other strides, or from the middle of a larger tensor, give
-    the same results, or raise an error.
-    """
+    """Tensors that lie otherwise in memory give the same results, or raise an error."""
     ways: dict[str, How[RankOutputs]] = {
         "with strided inputs": _Laid(_spread),
         "with inputs whose rows have gaps, as logits[:, :-1]": _Laid(_with_gaps),
@@ -101,7 +101,7 @@ def strided_inputs(case: Case) -> Checked:
     for words, way in ways.items():
         with suppress(RankRaised):  # it is refused
             found += called(words, case.judged(case.on_ranks(way)))
-    if case.world.repeatable:
+    if case.world.repeatable and case.problem.reduction_order != "permuted":
         with suppress(RankRaised):
             faults |= dict.fromkeys(name for names in case.on_ranks(_differing_if_expanded) for name in names)
     return Checked(

@@ -83,7 +83,8 @@ def _clipped_pg(surrogate: Surrogate, k3: Callable[[Tensor], Tensor]) -> Callabl
             bounded = torch.min(policy, -advantages * options.ratio_clip_c)
             policy = torch.where(advantages < 0, bounded, policy)
         if options.use_importance_sampling_correction:
-            policy = policy * (batch["prev_logprobs"] - batch["generation_logprobs"]).exp()
+            weight = (batch["prev_logprobs"] - batch["generation_logprobs"]).exp()
+            policy = policy * torch.where(weight.isfinite(), weight, 0.0)
         return _back(policy + _penalty(logprobs, batch, options, k3), trained)
 
     return loss

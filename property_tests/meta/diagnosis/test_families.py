@@ -95,22 +95,6 @@ def test_a_count_may_have_the_sequences_too() -> None:
             torch.testing.assert_close(wrong[LOSS], factor * loss[LOSS])
 
 
-@pytest.mark.parametrize(("what", "power"), [("times its tokens", 1), ("divided by its tokens", -1)])
-def test_sequences_may_be_weighed_by_their_tokens(what: str, power: int) -> None:
-    one = counterfactuals_of(SPECS["clipped_pg"], "logprobs")[f"each sequence {what}"]
-    asked = settings("clipped_pg", "logprobs", "single", 40, "shard", "kl_penalty")
-    assert {str(o) for o in changed(one, asked)} == {"loss", "grad of logprobs", "kl_penalty"}
-    alone = 0
-    for setting in asked:
-        trained = setting.spec.trained_of(setting.fields)
-        wrong, right = one.run(setting), setting.bound.reference(setting.returned)
-        if wrong is not None and len(setting.fields["sequence"][trained].unique()) == 1:
-            count = int(trained.sum()) + setting.bound_spec.options.epsilon
-            torch.testing.assert_close(wrong[LOSS], count**power * right[LOSS])
-            alone += 1
-    assert alone
-
-
 @pytest.mark.parametrize("what", ["first chunk left out", "second chunk left out", "third chunk twice"])
 def test_early_chunks_may_be_lost_or_doubled(what: str) -> None:
     one = counterfactuals_of(SPECS["nll"], "logits")[what]

@@ -50,15 +50,6 @@ def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
             todo="sum both the numerator and the count over cp before you divide",
             computed=partial(_means_of_parts, number),
         )
-    if spec.group_size == 1:
-        for what, (words, weigh) in _WEIGHTS.items():
-            yield mistake(
-                f"each sequence {what}",
-                f"the part of each sequence is {words}",
-                sums_sequences,
-                todo="check whether the loss takes the sum or the mean over the tokens of a sequence",
-                parts=partial(_weighed, weigh),
-            )
     for name in numbers_of_tokens(spec):
         yield from _of_field(name)
 
@@ -165,33 +156,6 @@ _COUNTS: Mapping[str, tuple[str, Counts]] = {
     ),
 }
 """The wrong divisors of a mean over a sequence, in words and as a function."""
-
-
-_WEIGHTS: Mapping[str, tuple[str, Callable[[Tensor, float], Tensor]]] = {
-    "times its tokens": (
-        "multiplied by its number of trained tokens: it is a sum, not a mean",
-        lambda counts, epsilon: counts + epsilon,
-    ),
-    "divided by its tokens": (
-        "divided by its number of trained tokens: it is a mean, not a sum",
-        lambda counts, epsilon: 1 / (counts + epsilon),
-    ),
-    "divided by the longest": (
-        "divided by the largest number of trained tokens of any sequence, not by its own",
-        lambda counts, epsilon: (counts + epsilon) / (counts.amax() + epsilon),
-    ),
-}
-"""The wrong weights of sequences, in words and as a function of their trained tokens."""
-
-
-def _weighed(weigh: Callable[[Tensor, float], Tensor], setting: Setting) -> list[Part]:
-    sequence, sequences, mask = setting.fields["sequence"], len(setting.lengths), setting.fields["mask"]
-    counts = sequence[setting.spec.trained_of(setting.fields)].bincount(minlength=sequences)
-    weights = weigh(counts.double(), getattr(setting.bound_spec.options, "epsilon", 0.0))
-    parts: list[Part] = []
-    for own in (own for own in range(sequences) if counts[own]):
-        parts.append((float(weights[own]), {"mask": mask & (sequence == own)}))
-    return parts or [(1.0, {})]
 
 
 def _with_counts(counts: Counts, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
