@@ -92,10 +92,12 @@ def suppressed_ids(case: Case) -> Checked:
     Entropies are asked for with -1e4 alone.
     """
     bound = _suppressed(case)
-    found = [*called("with logits of -1e4", _compared_with(_LOWEST, bound, case))]
-    if _uses_only(_OF_LABELS, bound):
-        of_labels = (one for one in _compared_with(-torch.inf, bound, case) if _is_robust(one.output, bound))
-        found += called("with logits of -inf", of_labels)
+    found = list[Comparison]()
+    for low, words, values in ((_LOWEST, "-1e4", _OF_SOFTMAX), (-torch.inf, "-inf", _OF_LABELS)):
+        if _uses_only(values, bound):
+            compared = _compared_with(low, bound, case)
+            robust = (one for one in compared if values.issuperset(bound.spec.uses) or _is_robust(one.output))
+            found += called(f"with logits of {words}", robust)
     return Checked(comparisons=tuple(found))
 
 
@@ -161,9 +163,9 @@ def _uses_only(values: frozenset[str], bound: BoundProblem) -> bool:
     return trained and values.issuperset(bound.dense.loss_stage(bound.bound_spec).upstream)
 
 
-def _is_robust(output: Output, bound: BoundProblem) -> bool:
-    """Returns whether an output is computed from ``_OF_LABELS`` alone."""
-    return _OF_LABELS.issuperset(bound.spec.uses) or output.kind == "gradient" or output.name in ("loss", "logprobs")
+def _is_robust(output: Output) -> bool:
+    """Returns whether an output is no metric, which may be of the logits themselves."""
+    return output.kind == "gradient" or output.name in ("loss", "logprobs")
 
 
 @property(
