@@ -37,6 +37,11 @@ take most of a cell's time.
 """
 
 
+_OF_BRANCHES = 3
+"""The most problems that are taken for their branches, unless the settings ask for more. They have
+nearly all, and each costs all calls of a property."""
+
+
 @dataclass(frozen=True)
 class _Check:
     """The check of one property, which grows with each problem."""
@@ -165,17 +170,18 @@ class Catalogue:
             yield placed
 
     def _of_all_branches(self, left: list[Placed], held_to: Property) -> Iterator[Placed]:
-        """Yields a few problems that together have all branches of all: a greedy set cover. It
+        """Yields a few problems that together have the most branches of all: a greedy set cover. It
         removes them from the list, and those that say nothing about the property.
         """
-        missing = set[str]().union(*map(self._search.branches, left))
-        while missing and left:
+        missing, number = set[str]().union(*map(self._search.branches, left)), 0
+        while missing and left and number < max(_OF_BRANCHES, self._settings.property_problems):
             most = max(left, key=lambda one: len(missing & self._search.branches(one)))
             left.remove(most)
             if not missing & self._search.branches(most):
                 return
             if held_to.fits(self._case(most)):
                 missing -= self._search.branches(most)
+                number += 1
                 yield most
 
     def _not_run(self, check: _Check) -> Iterator[Placed]:
