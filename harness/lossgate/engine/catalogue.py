@@ -173,6 +173,8 @@ class Catalogue:
         """Yields a few problems that together have the most branches of all: a greedy set cover. It
         removes them from the list, and those that say nothing about the property.
         """
+        if held_to.of_ranks and self._cell.layout.ranks > 1:  # it is checked on every layout, and on one rank by branch
+            return
         missing, number = set[str]().union(*map(self._search.branches, left)), 0
         while missing and left and number < max(_OF_BRANCHES, self._settings.property_problems):
             most = max(left, key=lambda one: len(missing & self._search.branches(one)))
