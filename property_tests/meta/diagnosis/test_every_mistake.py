@@ -33,7 +33,6 @@ NOTHING = {
         "means of the parts of sequences over cp*": TOKEN_BY_TOKEN,
         "* of each rank's own part": ("value",),
         "* over sequences where the * belongs": ("value",),
-        "each sequence *": TOKEN_BY_TOKEN,
         "one sequence on each rank": TOKEN_BY_TOKEN,
         "sequences begin one token late": TOKEN_BY_TOKEN,
         "0 / 0 where a sequence *": TOKEN_BY_TOKEN,

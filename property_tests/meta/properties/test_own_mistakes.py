@@ -208,7 +208,7 @@ def test_if_none_of_the_deck_does_others_are_drawn_with_the_option_that_matters(
     )
     result = in_cell(kernel, held_to)
     assert result.verdict is Verdict.AGREE
-    assert [case.problem.options["epsilon"] for case in result.cases[len(search.cases) :]] == [0.5]
+    assert {case.problem.options["epsilon"] for case in result.cases[len(search.cases) :]} == {0.5}
 
 
 def test_what_matters_on_such_a_problem_alone_is_a_gap(make_world: MakeWorld) -> None:
