@@ -340,7 +340,10 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: drawn.masks(()),
         r"masks\(lengths=\(\)\): expected the number of tokens of each sequence",
     ),
-    "one length": (lambda: drawn.labels(3, 5), r"labels\(lengths=3\): expected the number of tokens of each sequence"),  # type: ignore[arg-type]
+    "one length": (
+        lambda: drawn.labels(3, 5),  # type: ignore[arg-type]
+        r"labels\(lengths=3\): expected the number of tokens of each sequence",
+    ),
     "vocab": (lambda: drawn.labels((3,), 0), r"labels\(vocab=0\): expected a positive whole number"),
     "options of a candidate": (
         lambda: drawn.options(FUSED, supports={}),

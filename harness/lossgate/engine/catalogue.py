@@ -61,7 +61,7 @@ class Catalogue:
         self._cell, self._world, self._settings, self._search = cell, world, settings, search
         tried = [one for one in search.placed if one.problem.tokens <= _FEW_TOKENS] or search.placed
         self._tried = _starting_at(str(cell), tried)
-        self._cases: dict[int, Case] = {}
+        self._cases: dict[Placed, Case] = {}
         self._broken: list[Broken] = []
         self.failure: CaseResult | None = None
         """The smallest case found that breaks the broken property that is told first."""
@@ -220,9 +220,9 @@ class Catalogue:
 
     def _case(self, placed: Placed) -> Case:
         """Returns the case of a problem. It is made once, because it keeps its plain call."""
-        if id(placed) not in self._cases:
-            self._cases[id(placed)] = self._new_case(placed)
-        return self._cases[id(placed)]
+        if placed not in self._cases:
+            self._cases[placed] = self._new_case(placed)
+        return self._cases[placed]
 
     def _new_case(self, placed: Placed) -> Case:
         return Case(self._cell.candidate, placed.problem, self._world, placed.entry.bound)

@@ -90,8 +90,8 @@ class Settings:
     on ``property_problems`` problems of each cell, or in cells of their own if agreement is not
     among them."""
     property_problems: _Count = 2
-    """The fewest problems of a cell on which each property but agreement is checked. More are taken
-    if they are needed for all choices of options and for all mistakes that the property names."""
+    """The fewest problems of a cell on which each property but agreement is checked. Up to three
+    are taken for the choices of options, and more if mistakes that the property names need them."""
     property_ranks: _Ranks = 2
     """The most ranks on an axis of the layouts on which these properties are checked. It does not
     hold for layouts or properties that are named, nor for properties of how ranks work together."""

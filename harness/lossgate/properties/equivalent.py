@@ -181,6 +181,7 @@ def temperature(case: Case) -> Checked:
 
 
 _DOUBLINGS = 6
+"""The most doublings. No spec allows temperatures that are farther apart."""
 
 
 def _factors(case: Case) -> list[float]:

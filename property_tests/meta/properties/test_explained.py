@@ -61,13 +61,15 @@ class _InPlace(torch.autograd.Function):
 
 @candidate("nll", head="logits")
 def in_place(inputs: Any, options: Any, mesh: Any) -> Tensor:
-    return _InPlace.apply(inputs.logits, inputs.labels, inputs.mask, inputs.valid_tokens.clamp(min=1))  # type: ignore[return-value]
+    count = inputs.valid_tokens.clamp(min=1)
+    return _InPlace.apply(inputs.logits, inputs.labels, inputs.mask, count)  # type: ignore[return-value]
 
 
 @candidate("nll", head="logits")
 def in_place_and_strides(inputs: Any, options: Any, mesh: Any) -> Tensor:
     mask = inputs.mask.as_strided(inputs.mask.shape, (1,))
-    return _InPlace.apply(inputs.logits, inputs.labels, mask, inputs.valid_tokens.clamp(min=1))  # type: ignore[return-value]
+    count = inputs.valid_tokens.clamp(min=1)
+    return _InPlace.apply(inputs.logits, inputs.labels, mask, count)  # type: ignore[return-value]
 
 
 def test_what_writing_to_inputs_breaks_is_told_once() -> None:

@@ -18,6 +18,7 @@ from lossgate import ANY, Candidate, Layout, OwnMistake, Property, candidate
 from lossgate.cases.case import Case
 from lossgate.cases.placement import sample_problems
 from lossgate.dense_candidates import dense_candidate
+from lossgate.engine.catalogue import Catalogue
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.search import Search
@@ -208,7 +209,16 @@ def test_if_none_of_the_deck_does_others_are_drawn_with_the_option_that_matters(
     )
     result = in_cell(kernel, held_to)
     assert result.verdict is Verdict.AGREE
-    assert {case.problem.options["epsilon"] for case in result.cases[len(search.cases) :]} == {0.5}
+    assert [case.problem.options["epsilon"] for case in result.cases[len(search.cases) :]] == [0.5]
+
+
+def test_a_problem_that_nobody_holds_any_more_gives_no_other_its_case(make_world: MakeWorld) -> None:
+    """Problems that are looked at and not run are dropped. Others take their place in memory."""
+    world = make_world("single")
+    search = searched(right, world)
+    catalogue = Catalogue(search.cell, world, PROFILES["ci"], search)
+    for placed in search.placed:
+        assert catalogue._case(replace(placed)).problem == placed.problem
 
 
 def test_what_matters_on_such_a_problem_alone_is_a_gap(make_world: MakeWorld) -> None:
