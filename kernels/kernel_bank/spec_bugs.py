@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernel_bank.bugs import Bug, on_inputs, on_options
+from lossgate.declaration.candidate import Kernel
 from lossgate.specs.spec import Spec
 
 
@@ -48,6 +49,27 @@ _FILTERS_IGNORED = (
     _always("top_k", None, "top-k is ignored"),
     _always("top_p", 1.0, "top-p is ignored"),
 )
+
+
+def _dropped_by_sign_of_sequence(kernel: Kernel) -> Kernel:
+    def wrong(inputs: Any, options: Any, mesh: Any) -> Any:
+        right = kernel(inputs, options, mesh)
+        if not (options.use_rho_correction and options.rho_mask_tv_divergence):
+            return right
+        mask, sequence = inputs.mask, inputs.sequence
+        log_rho = torch.where(mask, inputs.old_logprobs - inputs.vllm_logprobs, 0.0).nan_to_num(0.0).clamp(-10, 10)
+        zeros = log_rho.new_zeros(len(inputs.cu_seqlens) - 1)
+        tv = torch.where(mask, (log_rho.exp() - 1).abs(), 0.0)
+        sums, of_tv, count = (zeros.index_add(0, sequence, x) for x in (log_rho, tv, mask.to(tv.dtype)))
+        mean = (of_tv / count.clamp(min=1))[sequence]
+        beyond = (mean < options.rho_mask_lower_bound) | (mean > (options.rho_mask_upper_bound or torch.inf))
+        dropped = beyond & (sums[sequence].sign() * inputs.advantages > 0)
+        kept = replace(inputs, advantages=torch.where(dropped, 0.0, inputs.advantages))
+        off = replace(options, rho_mask_tv_divergence=False, rho_mask_lower_bound=0.0, rho_mask_upper_bound=0.0)
+        return replace(kernel(kept, off, mesh), metrics=right.metrics)
+
+    return wrong
+
 
 _OF_SPECS: Mapping[str, tuple[Bug, ...]] = {
     "nll": (
@@ -95,6 +117,11 @@ _OF_SPECS: Mapping[str, tuple[Bug, ...]] = {
         ),
         _choice("kl_estimator", 3, 2),
         _choice("rho_clamp_upper_bound", 0.0, 2.0),
+        Bug(
+            "dropped by the sign of the sequence",
+            "whether tv drops a token hangs on the mean of log rho over its sequence, and not on its own",
+            _dropped_by_sign_of_sequence,
+        ),
         *_FILTERS_IGNORED,
     ),
     "clipped_pg": (

@@ -47,6 +47,8 @@ def all_cores() -> Generator[None]:
 
 _ROUNDING = 1e-9
 """The largest difference, by rounding in float64, of two references that are equal on paper."""
+_MISSING = "it is missing, although a plain call returns it"
+"""The fault of an output that no rank returns."""
 _PATIENCE = 10.0
 """The factor of the time after which a rank counts as hanging, for large problems."""
 
@@ -194,8 +196,8 @@ class Case:
 
         Args:
             result: the outputs.
-            required: the outputs that are compared even if they are missing. The comparison of a
-                missing output holds nothing but its faults.
+            required: the outputs that are compared even if they are missing, which is a fault. The
+                comparison of a missing output holds nothing but its faults.
             oracle: the judge of the outputs; by default that of the declared precision.
         """
         oracle = oracle or self.oracle
@@ -205,7 +207,7 @@ class Case:
                 yield oracle.compare(output, result.outputs[output], result.dtypes[output], faults)
             else:
                 manner = "missing" if output.kind == "gradient" else "wrong"
-                yield Comparison(output=output, faults=faults, manner=manner)
+                yield Comparison(output=output, faults=faults or (_MISSING,), manner=manner)
 
     def unequal(self, ranks: Sequence[RankOutputs]) -> tuple[Output, ...]:
         """Returns the outputs of another call that differ from the plain call on some rank."""

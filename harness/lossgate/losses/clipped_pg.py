@@ -34,6 +34,7 @@ from lossgate.losses.shared.policy_gradients import (
     draw_in_spans,
     draw_reference_logprobs,
     on_tokens,
+    scattered,
 )
 from lossgate.losses.shared.sequences import SAMPLES, draw_sample_mask, trained_tokens
 from lossgate.problems.batch import GlobalBatch
@@ -294,9 +295,10 @@ def _log_ratios(context: FieldContext) -> Tensor:
     chosen = scenario[context.scenario["ratios"]]
     if not o.sequence_level_importance_ratios:
         return draw_in_spans(context.streams, "ratios", context.tokens, chosen)
-    scatter = 0.0 if context.scenario["ratios"] == "on-policy" else 0.02
-    per_sequence = on_tokens(context, draw_in_spans(context.streams, "ratios", context.sequences, chosen))
-    return per_sequence + scatter * context.streams.normal("ratio scatter", context.tokens)
+    per_sequence = draw_in_spans(context.streams, "ratios", context.sequences, chosen)
+    if context.scenario["ratios"] == "on-policy":
+        return on_tokens(context, per_sequence)
+    return scattered(context, "ratios", per_sequence)
 
 
 def _log_weights(context: FieldContext) -> Tensor:

@@ -3,7 +3,7 @@
 and CISPO.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from math import inf, log
 from typing import Literal
@@ -28,7 +28,7 @@ from lossgate.losses.shared.policy_gradients import (
     draw_filtered_before,
     draw_in_spans,
     draw_reference_logprobs,
-    on_tokens,
+    scattered,
 )
 from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.coverage_goals import AtLeast, CoverageGoal
@@ -224,10 +224,8 @@ def _log_rho(context: FieldContext) -> Tensor:
     beyond = [*clip_spans(log(low), log(max(high, 1.05))).values(), (11.0, 12.0), (-12.0, -11.0)]
     scenario: dict[str, Sequence[Span]] = {"near": NEAR, "equal": [(0.0, 0.0)], "everywhere": beyond}
     chosen = scenario[context.scenario["generation"]]
-    if o.rho_mask_sequence_level or o.rho_mask_tv_divergence:
-        of_sequences = draw_in_spans(context.streams, "rho", context.sequences, chosen)
-        scatter = 0.01 * context.streams.normal("rho scatter", context.tokens)
-        return on_tokens(context, of_sequences) + scatter
+    if (o.rho_mask_sequence_level or o.rho_mask_tv_divergence) and context.scenario["generation"] != "equal":
+        return scattered(context, "rho", draw_in_spans(context.streams, "rho", context.sequences, chosen))
     return draw_in_spans(context.streams, "rho", context.tokens, chosen)
 
 
@@ -250,10 +248,26 @@ def _covered(batch: GlobalBatch, o: GrpoOptions) -> set[str]:
             covered.add("rho below its bounds")
         if (log_rho.abs() > 10).any():
             covered.add("rho beyond 10 nats")
+    has_gradient = (log_ratio > edges[0]) & (log_ratio < edges[1]) & (fields["advantages"] != 0)  # it is not clipped
+    if o.use_rho_correction and o.rho_mask_tv_divergence and _signs_differ_beyond_tv(fields, acting, has_gradient, o):
+        covered.add("signs differ beyond the bounds of tv")
     distance = (batch.policy - fields["reference_logprobs"])[trained].abs()
     if o.beta and (distance > 40).any():
         covered.add("KL input clamped")
     return covered
+
+
+def _signs_differ_beyond_tv(fields: Mapping[str, Tensor], acting: Tensor, has_gradient: Tensor, o: GrpoOptions) -> bool:
+    """Returns whether tv of some sequence is out of its bounds, and log rho of some of its tokens
+    has another sign than their sum. Only tokens with a gradient count.
+    """
+    sequence = fields["sequence"][acting]
+    log_rho = (fields["old_logprobs"] - fields["vllm_logprobs"])[acting].nan_to_num(0.0).clamp(-10, 10)
+    zeros = log_rho.new_zeros(int(fields["sequence"].max()) + 1)
+    sums, of_tv, count = (zeros.index_add(0, sequence, x) for x in (log_rho, log_rho.expm1().abs(), log_rho**0))
+    tv = (of_tv / count.clamp(min=1))[sequence]
+    beyond = (tv < o.rho_mask_lower_bound) | (tv > (o.rho_mask_upper_bound or inf))
+    return bool((beyond & (log_rho * sums[sequence] < 0) & has_gradient[acting]).any())
 
 
 _UNCORRECTED = {"use_rho_correction": (False,)}
@@ -341,6 +355,10 @@ def _metrics(values: TokenValues, batch: GrpoBatch, options: GrpoOptions) -> dic
         ),
         "rho beyond 10 nats": CoverageGoal(
             meaning="an importance weight whose logarithm is clamped", unreachable_if={**_OF_TOKENS, **_NEVER_BEYOND}
+        ),
+        "signs differ beyond the bounds of tv": CoverageGoal(
+            meaning="a sequence whose tv is out of bounds, with weights above 1 and weights below",
+            unreachable_if={**_UNCORRECTED, **_NEVER_BEYOND, "rho_mask_tv_divergence": (False,)},
         ),
         "sampler's log-prob not known": CoverageGoal(
             meaning="a NaN among the sampler's log-probabilities", unreachable_if={**_UNCORRECTED, **_NEVER_BEYOND}

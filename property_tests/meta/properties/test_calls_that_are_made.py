@@ -107,3 +107,14 @@ def test_entropies_are_asked_for_beside_suppressed_ids(make_world: MakeWorld) ->
     assert found(dense, "suppressed-ids", make_world).agrees
     findings = " ".join(found(replace(dense, kernel=wrong, name="wrong"), "suppressed-ids", make_world).findings)
     assert "token_entropy, with logits of -1e4" in findings
+
+
+def test_a_metric_that_a_call_drops_on_every_rank_is_missing(make_world: MakeWorld) -> None:
+    dense = dense_candidate(SPECS["value"], "values")
+
+    def wrong(inputs: Any, options: Any, mesh: Any) -> Any:
+        outputs = dense.kernel(inputs, options, mesh)
+        return outputs if inputs.values.requires_grad else replace(outputs, metrics={})
+
+    findings = " ".join(found(replace(dense, kernel=wrong, name="wrong"), "no-grad", make_world).findings)
+    assert "vf_clipfrac, if no input needs a gradient: it is missing, although a plain call returns it" in findings

@@ -101,6 +101,20 @@ def on_tokens(context: FieldContext, per_sequence: Tensor) -> Tensor:
     return per_sequence[context.batch.partition.sequence_of_token]
 
 
+def scattered(context: FieldContext, stream: str, per_sequence: Tensor) -> Tensor:
+    """Returns numbers of tokens, ``[tokens]``, whose mean over each sequence is a given one.
+
+    In one half of the sequences they lie close together. In the other they lie far apart, so that
+    some tokens are on another side of 0, and of bounds, than their sequence.
+    """
+    sequence = context.batch.partition.sequence_of_token
+    size = torch.where(context.streams.uniform(f"{stream} size", context.sequences) < 0.5, 0.02, 0.5)
+    scatter = on_tokens(context, size) * context.streams.normal(f"{stream} scatter", context.tokens)
+    sums = torch.zeros(context.sequences, dtype=torch.float64).index_add(0, sequence, scatter)
+    means = sums / sequence.bincount(minlength=context.sequences).clamp(min=1)
+    return on_tokens(context, per_sequence - means) + scatter
+
+
 def below_zero(logprobs: Tensor, distance: Tensor) -> Tensor:
     """Returns log-probabilities at some distance from others. If they were above 0, they are at the
     same distance on the other side.
