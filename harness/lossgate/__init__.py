@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lossgate.declaration.budgets import Budgets
     from lossgate.declaration.candidate import Candidate, KnownFailure, Outputs, candidate
     from lossgate.declaration.contract import Contract
+    from lossgate.declaration.conventions import Conventions
     from lossgate.declaration.precision import Precision
     from lossgate.declaration.supports import ANY, Excluded
     from lossgate.engine.compare import compare
@@ -53,6 +54,7 @@ _HOMES = {
     "Case": "cases.case",
     "Checked": "properties.registry",
     "Contract": "declaration.contract",
+    "Conventions": "declaration.conventions",
     "CoverageGoal": "specs.coverage_goals",
     "Excluded": "declaration.supports",
     "FieldContext": "specs.field_context",
@@ -98,6 +100,7 @@ __all__ = [
     "Case",
     "Checked",
     "Contract",
+    "Conventions",
     "CoverageGoal",
     "Excluded",
     "FieldContext",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lossgate.base.layout import AXES, Axis
+from lossgate.cases.own_counts import Weights
 from lossgate.cases.rank_call import RankOutputs
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.contract import Placements
@@ -30,7 +31,13 @@ class Assembled:
     faults: Mapping[Output, tuple[str, ...]]
 
 
-def assemble(ranks: Sequence[RankOutputs], candidate: Candidate, partition: Partition, hidden: int) -> Assembled:
+def assemble(
+    ranks: Sequence[RankOutputs],
+    candidate: Candidate,
+    partition: Partition,
+    hidden: int,
+    weights: Weights | None = None,
+) -> Assembled:
     """Puts the outputs of all ranks together.
 
     Args:
@@ -38,6 +45,7 @@ def assemble(ranks: Sequence[RankOutputs], candidate: Candidate, partition: Part
         candidate: the kernel, whose contract says how to put parts together.
         partition: how the problem was split.
         hidden: width of the hidden states.
+        weights: the factors by which the caller multiplies what each rank returns; by default none.
     """
     outputs: dict[Output, Tensor] = {}
     dtypes: dict[Output, torch.dtype] = {}
@@ -48,15 +56,22 @@ def assemble(ranks: Sequence[RankOutputs], candidate: Candidate, partition: Part
             missing = [rank for rank, local in enumerate(ranks) if local.get(output) is None]
             faults[output] = (_missing(output, missing),)
             continue
+        dtypes[output] = parts[0].dtype
+        if weights and output in weights:
+            parts = [_weighed(part, weight) for part, weight in zip(parts, weights[output], strict=True)]
         unequal: tuple[str, ...] = ()
         if candidate.returns_whole(output):
             parts, unequal = _own_tokens(parts, candidate.tokens, partition)
         padded, wrong = assemble_tensor(parts, output.dims, candidate.placements(output), partition, hidden)
         outputs[output], leaks = _without_padding(padded, output, partition)
-        dtypes[output] = parts[0].dtype
         if found := (*unequal, *wrong, *leaks):
             faults[output] = found
     return Assembled(outputs, dtypes, faults)
+
+
+def _weighed(part: Tensor, weight: float) -> Tensor:
+    """Multiplies what a rank returns. With a weight of 0 it is left out, also if it is NaN."""
+    return part.double() * weight if weight else torch.zeros_like(part, dtype=torch.float64)
 
 
 def _own_tokens(parts: Sequence[Tensor], tokens: Tokens, partition: Partition) -> tuple[list[Tensor], tuple[str, ...]]:

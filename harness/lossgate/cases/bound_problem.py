@@ -4,7 +4,7 @@
 Nothing of it depends on a layout. ``PlacedProblem`` adds the parts that do.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,7 @@ from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
 from lossgate.specs.coverage_goals import Reached, covered_token_goals
 from lossgate.specs.logit_filter import covered_filter_goals
-from lossgate.specs.outputs import Output
+from lossgate.specs.outputs import LOSS, Output
 from lossgate.specs.sharding_goals import Trained
 from lossgate.specs.spec import Spec
 from lossgate.specs.users_code import told_as
@@ -41,7 +41,7 @@ class BoundProblem:
         self.spec, self.problem = spec, problem.unsharded
         self.bound_spec = spec.bind(problem.options)
         self._references: dict[frozenset[Output], Mapping[Output, Tensor]] = {}
-        self._reads_count: dict[tuple[str, frozenset[Output]], bool] = {}
+        self._numbers_of: dict[tuple[str, frozenset[Output]], frozenset[Output]] = {}
         self._mutated: dict[str, Mapping[Output, Tensor]] = {}
         self._derived: dict[str, BoundProblem] = {}
         self.tolerances: dict[Any, Tolerance] = {}
@@ -171,18 +171,30 @@ class BoundProblem:
         """Returns whether the loss, or a returned metric, depends on a count such as valid_tokens.
         False if the spec has no loss.
         """
-        key = name, frozenset(returned)
-        if key not in self._reads_count:
-            self._reads_count[key] = self.spec.reference is not None and self._depends_on(name, returned)
-        return self._reads_count[key]
+        return bool(self.numbers_of(name, returned))
 
-    def _depends_on(self, name: str, returned: Collection[Output]) -> bool:
-        def numbers_with(more: int) -> list[Tensor]:
-            loss, metrics = self.loss_with({name: self.batch.fields[name] + more}, returned)
-            return [loss, *(metrics[output.name] for output in returned if output.kind == "metric")]
+    def numbers_of(self, count: str, returned: Collection[Output] = ()) -> frozenset[Output]:
+        """Returns which of the loss and the returned metrics depend on a count. There are none if
+        the spec has no loss.
+        """
+        key = count, frozenset(returned)
+        if key not in self._numbers_of:
+            self._numbers_of[key] = frozenset(self._depending_on(count, returned))
+        return self._numbers_of[key]
 
-        pairs = zip(numbers_with(0), numbers_with(7), strict=True)
-        return any(float((one - other).abs()) > 1e-12 * float(one.abs()) for one, other in pairs)
+    def _depending_on(self, count: str, returned: Collection[Output]) -> Iterator[Output]:
+        if self.spec.reference is None:
+            return
+        given = self.batch.fields[count]
+        plain, other = (self.numbers_with({count: given + more}, returned) for more in (0, 7))
+        for output, number in plain.items():
+            if float((number - other[output]).abs()) > 1e-12 * float(number.abs()):
+                yield output
+
+    def numbers_with(self, fields: Mapping[str, Tensor], returned: Collection[Output] = ()) -> dict[Output, Tensor]:
+        """Returns the loss and the returned metrics of the batch with some fields replaced."""
+        loss, metrics = self.loss_with(fields, returned)
+        return {LOSS: loss, **{output: metrics[output.name] for output in returned if output.kind == "metric"}}
 
     def mutated(self, options: Mapping[str, Any]) -> Mapping[Output, Tensor]:
         """Computes the reference with other options, without metrics."""

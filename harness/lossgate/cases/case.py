@@ -17,13 +17,13 @@ from lossgate.cases.current_case import in_call
 from lossgate.cases.fit import check_fits
 from lossgate.cases.large import is_large
 from lossgate.cases.oracle import Oracle
+from lossgate.cases.own_counts import Weights, weights_of_calls
 from lossgate.cases.placement import PlacedProblem
 from lossgate.cases.random_numbers import seed_of
 from lossgate.cases.rank_call import How, RankOutputs, RankTask, T, plainly
 from lossgate.declaration.candidate import Candidate
 from lossgate.judge.comparison import Comparison
 from lossgate.problems.batch import GlobalBatch
-from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem, ReductionOrder
 from lossgate.specs.outputs import Output
 from lossgate.worlds.base import RankFailure, World
@@ -168,14 +168,19 @@ class Case:
         """The whole outputs. Raises what ``ranks`` raises."""
         return self.whole(self.ranks)
 
-    def whole(self, ranks: Sequence[RankOutputs], partition: Partition | None = None) -> Assembled:
+    def whole(self, ranks: Sequence[RankOutputs], batch: GlobalBatch | None = None) -> Assembled:
         """Puts the ranks' outputs of a call together.
 
         Args:
             ranks: the outputs of each rank.
-            partition: how the batch of the call was split; by default as that of the problem.
+            batch: the batch of the call, if it was split otherwise than that of the problem.
         """
-        return assemble(ranks, self.candidate, partition or self.placed.partition, self.problem.hidden)
+        given = batch or self.placed.batch
+        weights: Weights = {}
+        if self.candidate.conventions.counts == "own":
+            returned = list(dict.fromkeys(output for local in ranks for output in local))
+            weights = weights_of_calls(self.candidate, self.bound, given, returned)
+        return assemble(ranks, self.candidate, given.partition, self.problem.hidden, weights)
 
     @cached_property
     def oracle(self) -> Oracle:

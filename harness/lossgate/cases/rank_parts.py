@@ -20,6 +20,7 @@ from lossgate.declaration.contract import Placement
 from lossgate.numerics.float_formats import FLOAT32, FloatFormat, coarsest
 from lossgate.numerics.noise import Noise
 from lossgate.numerics.rounded_arithmetic import Stages
+from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.specs.outputs import LOSS, Output, metric_output
 
@@ -136,14 +137,14 @@ def _parts(placed: PlacedProblem, returned: Collection[Output], shares: Sequence
     """
     parts: list[dict[Output, Tensor]] = []
     for share in shares:
-        loss, metrics = placed.bound.loss_with(masks_of_share(placed, share), returned)
+        loss, metrics = placed.bound.loss_with(masks_of_share(placed.bound.batch, share), returned)
         parts.append({LOSS: loss, **{metric_output(name): metric for name, metric in metrics.items()}})
     return {output: torch.stack([part[output] for part in parts]).double() for output in parts[0]}
 
 
-def masks_of_share(placed: PlacedProblem, share: Share) -> dict[str, Tensor]:
+def masks_of_share(batch: GlobalBatch, share: Share) -> dict[str, Tensor]:
     """Returns the boolean fields of tokens and sequences, set to false outside a share."""
-    batch, own = placed.bound.batch, dict(zip(("sequence", "token"), share, strict=True))
+    own = dict(zip(("sequence", "token"), share, strict=True))
     masks: dict[str, Tensor] = {}
     for name, dims in {**batch.field_dims, "mask": ("token",)}.items():
         field = batch.fields[name]

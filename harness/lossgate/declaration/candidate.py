@@ -19,6 +19,7 @@ from lossgate.base.layout import Axis
 from lossgate.declaration.budgets import Budgets
 from lossgate.declaration.checks import declared, name_of
 from lossgate.declaration.contract import Contract, Placements
+from lossgate.declaration.conventions import Conventions
 from lossgate.declaration.modules import note_made
 from lossgate.declaration.precision import Precision
 from lossgate.declaration.supports import ANY, Excluded
@@ -110,6 +111,8 @@ class Candidate:
     tiles: Mapping[str, tuple[int, ...]]
     good_for: str
     known_failure: KnownFailure | None
+    conventions: Conventions
+    """What callers take care of."""
     exempt: Mapping[str, str]
     """By property: why the kernel is not held to it."""
     refuses: tuple[str, ...]
@@ -212,6 +215,7 @@ def candidate(
     tiles: Mapping[str, int | tuple[int, ...]] | None = None,
     good_for: str = "",
     known_failure: KnownFailure | None = None,
+    conventions: Conventions | None = None,
     exempt: Mapping[str, str] | None = None,
     refuses: tuple[str, ...] = (),
     budgets: Budgets | None = None,
@@ -256,6 +260,8 @@ def candidate(
             drawn on both sides of them.
         good_for: a few words for the verdict table.
         known_failure: a disagreement that is known and expected.
+        conventions: what its callers take care of, so that it need not promise it: what stands
+            under the mask, which counts divide, and the like. The verdict and evidence name them.
         exempt: the properties to which it is not held, and why, as in ``{"strided-inputs": "the
             trainer gives contiguous tensors"}``; see ``lossgate list``. The verdict and evidence
             name them.

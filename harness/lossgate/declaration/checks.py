@@ -16,6 +16,7 @@ from lossgate.base.names import DTYPES, nearest_dtype
 from lossgate.base.spelling import shown
 from lossgate.declaration.budgets import Budgets
 from lossgate.declaration.contract import Contract
+from lossgate.declaration.conventions import Conventions
 from lossgate.declaration.precision import Precision
 from lossgate.declaration.supports import supported_and_excluded
 from lossgate.losses import check_own_name, find_spec
@@ -56,6 +57,7 @@ def declared(given: Arguments) -> dict[str, Any]:
         "differentiable": _differentiable(spec, given["differentiable"]),
         "tiles": MappingProxyType(_tiles(given["tiles"])),
         "good_for": _good_for(given["good_for"]),
+        "conventions": _conventions(spec, given),
         "exempt": MappingProxyType(_exempt(given["exempt"])),
         "refuses": _refuses(head, given["refuses"]),
         "budgets": _budgets(head, given["budgets"]),
@@ -93,6 +95,20 @@ def _good_for(argument: Argument) -> str:
     if not argument.instance(str, "a string").isprintable():
         raise argument.error("expected a single line, for the verdict table")
     return argument.value
+
+
+def _conventions(spec: Spec, given: Arguments) -> Conventions:
+    argument = given["conventions"]
+    own: Conventions | None = argument.instance(Conventions | None, "lossgate.Conventions(...)")
+    if own is None:
+        return Conventions()
+    others = [name for name in _differentiable(spec, given["differentiable"]) if name != "loss"]
+    if own.counts == "own" and others:
+        raise argument.error(
+            f"counts='own' weighs the loss of each call, but {others[0]} has gradients, too, which no count divides; "
+            "leave counts out, or declare two candidates"
+        )
+    return own
 
 
 def _exempt(argument: Argument) -> dict[str, str]:

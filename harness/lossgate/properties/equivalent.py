@@ -48,7 +48,8 @@ def sequence_order(case: Case) -> Checked:
     # Tokens still have the old numbers of their sequences. Ranks get new ones, from 0 on.
     new_numbers = torch.arange(len(old_numbers)).repeat_interleave(torch.tensor(turned.lengths))
     batch = replace(batch, partition=turned.unsharded.partition, fields={**batch.fields, "sequence": new_numbers})
-    result = case.whole(case.on_ranks(batch=lay_out(batch, turned)), turned.partition)
+    laid_out = lay_out(batch, turned)
+    result = case.whole(case.on_ranks(batch=laid_out), laid_out)
     return Checked(comparisons=_judged(case, result, order, turned, batch))
 
 

@@ -80,7 +80,7 @@ def _microbatches(split: Split, at_once: int, case: Case) -> list[tuple[dict[str
         dp_ranks = range(number, partition.layout.dp, at_once)
         sequences = [sequence for dp in dp_ranks for sequence in partition.sequences(dp)]
         shards = [shard for dp in dp_ranks for shard in partition.real_token_shards[dp * cp : (dp + 1) * cp]]
-        masks = masks_of_share(placed, (torch.tensor(sequences, dtype=torch.long), torch.cat(shards)))
+        masks = masks_of_share(case.bound.batch, (torch.tensor(sequences, dtype=torch.long), torch.cat(shards)))
         found.append((masks, case.candidate.spec.counts({**known, **masks})))
     return found
 

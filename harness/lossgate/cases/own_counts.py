@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What callers do with kernels that divide by their own counts: they weigh the results of each call
+by its share of the count of the whole batch.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import Axis
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.rank_parts import masks_of_share
+from lossgate.declaration.candidate import Candidate
+from lossgate.problems.batch import GlobalBatch
+from lossgate.specs.outputs import LOSS, Output
+from lossgate.specs.spec import Spec
+
+Weights = Mapping[Output, Sequence[float]]
+"""The factor of an output on each rank, by output. Outputs that are not among them have none."""
+
+
+def weights_of_calls(
+    candidate: Candidate, bound: BoundProblem, batch: GlobalBatch, returned: Collection[Output]
+) -> Weights:
+    """Returns the factors by which a caller multiplies what each rank returns.
+
+    If a loss is divided by n plus an epsilon, so are the shares: they are found by asking the
+    reference for the loss with either count.
+
+    Args:
+        candidate: the kernel. Over axes whose ranks all return the same, it sums its counts.
+        bound: the problem.
+        batch: the batch as the ranks hold it, with padding.
+        returned: the outputs that the kernel returns.
+
+    Raises:
+        UsageError: if an output depends on several counts, so that no factor makes up for them.
+    """
+    plain, found = bound.numbers_with({}, returned), dict[Output, list[float]]()
+    for output in returned:
+        number = LOSS if output.kind == "gradient" else output
+        read = [name for name in bound.spec.names_of_counts if number in bound.numbers_of(name, returned)]
+        if len(read) > 1:
+            raise UsageError(
+                f"Conventions(counts='own'): {output} of spec {bound.spec.name!r} depends on {' and on '.join(read)}, "
+                "so no weights of the caller make up for own counts; restrict supports to options of which each number "
+                "has one count, or divide by the counts that are given"
+            )
+        if read:
+            whole: list[Axis] = [axis for axis, how in candidate.placements(number).items() if how == "replicate"]
+            found[output] = _weights(read[0], plain[number], _with_own(number, whole, bound, batch, returned), batch)
+    return found
+
+
+def _weights(
+    name: str, plain: Tensor, with_own: Sequence[tuple[Mapping[str, Tensor], Tensor]], batch: GlobalBatch
+) -> list[float]:
+    return [_weight(plain, number, own[name], batch.fields[name]) for own, number in with_own]
+
+
+def _weight(plain: Tensor, with_own: Tensor, own: Tensor, given: Tensor) -> float:
+    """Returns the factor that makes a number with a rank's own count one with the given count."""
+    if not int(own):  # the caller leaves out what the call returns
+        return 0.0
+    if float(plain) and bool(torch.isfinite(plain / with_own)):
+        return float(plain / with_own)
+    return float(own / given)
+
+
+def _with_own(
+    number: Output, whole: Collection[Axis], bound: BoundProblem, batch: GlobalBatch, returned: Collection[Output]
+) -> list[tuple[Mapping[str, Tensor], Tensor]]:
+    """Returns each rank's own counts, and a number of the whole batch with them.
+
+    Args:
+        number: the loss, or a metric.
+        whole: the axes over which own counts are summed.
+        bound: the problem.
+        batch: the batch as the ranks hold it.
+        returned: the outputs that the kernel returns.
+    """
+    layout, of_part = batch.partition.layout, dict[tuple[int, ...], tuple[Mapping[str, Tensor], Tensor]]()
+    found: list[tuple[Mapping[str, Tensor], Tensor]] = []
+    for rank in range(layout.ranks):
+        at = {axis: [own] for axis, own in layout.coordinate(rank).items()}
+        at |= {axis: list(range(layout.sizes[axis])) for axis in whole}
+        part = tuple(dp * layout.cp + cp for dp in at["dp"] for cp in at["cp"])
+        if part not in of_part:
+            own = own_counts(bound.spec, batch, at["dp"], at["cp"])
+            of_part[part] = own, bound.numbers_with(own, returned)[number]
+        found.append(of_part[part])
+    return found
+
+
+def own_counts(spec: Spec, batch: GlobalBatch, dp: Sequence[int], cp: Sequence[int]) -> dict[str, Tensor]:
+    """Returns the counts of the tokens and sequences that some ranks of dp and cp hold."""
+    partition = batch.partition
+    tokens = torch.cat([partition.token_shards[i, j] for i in dp for j in cp])
+    sequences = torch.tensor([number for i in dp for number in partition.sequences(i)], dtype=torch.long)
+    return spec.counts({**batch.known, **masks_of_share(batch, (sequences, tokens))})
