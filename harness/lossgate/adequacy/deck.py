@@ -322,6 +322,8 @@ def deck_key(candidate: Candidate, dtype: str) -> str:
     declared = f"{candidate.spec.name} {candidate.head} {supports} {dict(candidate.tiles)} {candidate.differentiable}"
     if candidate.excludes:
         declared += f" without {', '.join(candidate.exclusions)}"
+    if candidate.conventions.ranks_have_tokens:
+        declared += " without empty ranks"
     coarsest = candidate.coarsest(dtype)
     return f"{declared} {dtype}" + f", rounded to {coarsest}" * (coarsest != dtype)
 

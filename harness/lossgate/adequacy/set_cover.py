@@ -12,7 +12,7 @@ from lossgate.base.layout import Layout
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.supports import ANY
 from lossgate.specs.coverage_goals import CoverageGoal
-from lossgate.specs.sharding_goals import SEVERAL_RANKS
+from lossgate.specs.sharding_goals import NOTHING_ON_A_RANK, SEVERAL_RANKS
 
 
 def choose(placed: Sequence[Placed], wanted: Collection[str], least: int, chance: Random) -> list[Placed]:
@@ -70,7 +70,10 @@ def _union(masks: Iterable[int]) -> int:
 def required_goals(candidate: Candidate, layout: Layout, dtype: str) -> dict[str, CoverageGoal]:
     """Returns the goals that a problem of this candidate on this layout can reach, by name."""
     goals = candidate.spec.all_goals
-    return {name: goal for name, goal in goals.items() if _reachable(goal, candidate, layout, dtype)}
+    reachable = {name: goal for name, goal in goals.items() if _reachable(goal, candidate, layout, dtype)}
+    if candidate.conventions.calls_need_training:
+        reachable.pop(NOTHING_ON_A_RANK, None)
+    return reachable
 
 
 def _reachable(goal: CoverageGoal, candidate: Candidate, layout: Layout, dtype: str) -> bool:

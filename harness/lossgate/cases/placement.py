@@ -21,7 +21,7 @@ from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import VOCAB_SPLITS, Partition, VocabSplit
 from lossgate.problems.problem import Problem, ReductionOrder
 from lossgate.specs.option import EMPTY
-from lossgate.specs.sharding_goals import covered_sharding_goals
+from lossgate.specs.sharding_goals import NOTHING_ON_A_RANK, covered_sharding_goals
 
 _MULTIPLES = (1, 3)
 ORDERS: tuple[ReductionOrder, ...] = ("rank", "permuted", "tree", "ring")
@@ -119,6 +119,19 @@ def splits_of(candidate: Candidate) -> tuple[VocabSplit, ...]:
 def takes_idle_ranks(candidate: Candidate) -> bool:
     """Returns whether a candidate is given dp ranks without a token."""
     return "rank" in candidate.given(EMPTY.name)
+
+
+def is_given(candidate: Candidate, bound: BoundProblem, partition: Partition) -> bool:
+    """Returns whether something is trained in every call of which a candidate's conventions demand
+    it.
+    """
+    if candidate.conventions.untrained == "zero":
+        return True
+    if not bound.trained.sequence.size:
+        return False
+    if not candidate.conventions.calls_need_training:
+        return True
+    return NOTHING_ON_A_RANK not in covered_sharding_goals(partition, bound.trained)
 
 
 def sample_problems(candidate: Candidate, layout: Layout, dtype: str, count: int, seed: int) -> list[Problem]:

@@ -27,6 +27,7 @@ from lossgate.numerics.float_formats import RoundedTo, coarsest_of
 from lossgate.problems.whole_sequences import Tokens
 from lossgate.specs.heads import HEADS
 from lossgate.specs.heads.head import Head
+from lossgate.specs.option import EMPTY
 from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec
 
@@ -156,7 +157,8 @@ class Candidate:
         that it is given: ``ANY`` or a tuple.
         """
         if name in self.spec.situations:
-            return self.given(name) if name in self.excludes else ANY
+            given = self.given(name)
+            return ANY if set(given) == set(self.spec.situations[name].choices) else given
         values = self.supports.get(name, self.spec.supported_options[name].default)
         return values if values is ANY or isinstance(values, tuple) else (values,)
 
@@ -167,6 +169,8 @@ class Candidate:
         """
         own = self.spec.situations[scenario]
         excluded = self.excludes[scenario].choices if scenario in self.excludes else ()
+        if scenario == EMPTY.name and self.conventions.ranks_have_tokens:
+            excluded = (*excluded, "rank")
         left = tuple(choice for choice in own.choices if choice not in excluded)
         return left or tuple(choice for choice in own.on_request if choice not in excluded)
 

@@ -74,6 +74,11 @@ class Conventions:
         """Whether callers make no call in which nothing is trained, or must expect an error."""
         return self.untrained in ("error", "never")
 
+    @property
+    def ranks_have_tokens(self) -> bool:
+        """Whether callers give a token to every rank, or must expect an error."""
+        return self.empty_ranks == "refused" or self.calls_need_training
+
 
 _WORDS: Mapping[str, Mapping[str, str]] = {
     "under_mask": {

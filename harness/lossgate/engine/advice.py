@@ -169,6 +169,8 @@ def remedy_of(cell: Cell, failure: CaseResult, world: World) -> str:
     if failure.says_what_to_do:
         return ""
     remedy = cell.property.remedies.get(failure.manner) or _REMEDIES.get(failure.manner, cell.property.remedy)
+    if convention := _convention_kept(cell, failure, world):
+        return f"{remedy}; or, if its callers keep to it, {convention}" if remedy else convention
     change = _coarser_that_agrees(cell, failure, world)
     if change is None:
         return remedy
@@ -178,6 +180,26 @@ def remedy_of(cell: Cell, failure: CaseResult, world: World) -> str:
         "declaration, the property holds"
     )
     return f"{first}. If not, {remedy}" if remedy else first
+
+
+def _convention_kept(cell: Cell, failure: CaseResult, world: World) -> str:
+    """Returns advice to declare the strictest convention under which a kernel does what it
+    promises; "" if there is none.
+    """
+    own = cell.candidate.conventions
+    for name, choices in cell.property.relaxed_by.items():
+        for choice in choices:
+            if getattr(own, name) == choice:
+                continue
+            relaxed = replace(own, **{name: choice})
+            candidate = replace(cell.candidate, conventions=relaxed)
+            if cell.property.applies(candidate):
+                again = run_case(Case(candidate, failure.problem, world), cell.property)
+                if not (again.fits and again.agrees):
+                    continue
+            key = f"{name}={choice!r}"
+            return f"declare conventions=lossgate.Conventions({key}): {relaxed.declared[key]}"
+    return ""
 
 
 def _coarser_that_agrees(cell: Cell, failure: CaseResult, world: World) -> Coarser | None:

@@ -237,6 +237,8 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     excluded: dict[str, str] = field(default_factory=dict)
     """The scenarios and choices that the candidate excludes from its problems, and the reasons that
     it declares."""
+    conventions: dict[str, str] = field(default_factory=dict)
+    """The conventions that the candidate declares, and what each means, in words."""
     gaps: tuple[str, ...] = ()
     """A reason against AGREE for each mistake that the cell's property is there to find, but that
     no problem would have shown."""

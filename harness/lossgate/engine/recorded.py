@@ -85,6 +85,7 @@ def record_of(run: CellRun, pooled: Sequence[Pooled], verdict: Verdict, reasons:
         # A disagreement ends the search before all choices and mistakes could be asked about.
         not_distinguished=() if disagrees else run.not_distinguished,
         excluded=candidate.exclusions,
+        conventions=candidate.conventions.declared,
         gaps=() if disagrees else gaps_of(cell.property, [case.said for case in cases]),
         mistakes_shown=run.mistakes.shown,
         mistakes_surviving=() if disagrees else run.mistakes.surviving,

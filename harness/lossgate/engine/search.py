@@ -23,6 +23,7 @@ from lossgate.base.shape import Shape
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.large import is_large
 from lossgate.cases.option_strategies import ForcedOption
+from lossgate.cases.placement import is_given
 from lossgate.declaration.supports import ANY
 from lossgate.engine.cell import Tried, tried_on
 from lossgate.engine.trials import Trials
@@ -277,7 +278,8 @@ class Search(Trials):
         return [entry for entry in entries if id(entry.drawn) not in self._used]
 
     def _on_layout(self, entries: Sequence[Entry]) -> list[Placed]:
-        return self._deck.on(self.cell.layout, self._splits, entries)
+        placed, candidate = self._deck.on(self.cell.layout, self._splits, entries), self.cell.candidate
+        return [one for one in placed if is_given(candidate, one.entry.bound, one.problem.partition)]
 
     def _run_all(self, placed: Iterable[Placed]) -> None:
         for one in placed:

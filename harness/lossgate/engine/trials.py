@@ -16,7 +16,7 @@ from lossgate.base.errors import CandidateError, LossgateError
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.large import is_large
-from lossgate.cases.placement import splits_of
+from lossgate.cases.placement import is_given, splits_of
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.own_mistakes import said_by
@@ -174,7 +174,8 @@ class Trials:
         infinite = _infinite(case, result)
         if not shrinking:
             self._failed_at, self._first_kinds, self._infinite = monotonic(), result.kinds, infinite
-        elif not infinite <= self._infinite:  # a right kernel may fail, too
+        elif not infinite <= self._infinite or not is_given(self.cell.candidate, bound, problem.partition):
+            # A right kernel may fail, too.
             return replace(result, findings=())
         self._keep(result, case)
         return result

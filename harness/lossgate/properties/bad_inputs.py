@@ -7,6 +7,7 @@ from itertools import product
 from torch import Tensor
 
 from lossgate.base.errors import CandidateError, UsageError
+from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.rank_call import How, RankCall, plainly
 from lossgate.cases.untrained import untrained
@@ -28,14 +29,17 @@ def _may_lose_one(case: Case) -> bool:
     mistakes=needing(
         "labels that are too few are broadcast", _may_lose_one, lambda case: "shapes" in case.candidate.refuses
     ),
-    applies=lambda candidate: bool(candidate.refuses),
+    applies=lambda candidate: bool(candidate.refuses) or candidate.conventions.empty_ranks == "refused",
     fits=lambda case: case.world.repeatable and bool(_trained(case).any()),
     runs=5,
-    remedy="raise an error, or remove this kind of input from refuses",
+    remedy="raise an error, or remove this kind of input from refuses, or from conventions",
     shrinks=False,
 )
 def bad_inputs(case: Case) -> Checked:
-    """Bad input that the candidate declares to refuse raises an error on some rank."""
+    """Bad input that the candidate declares to refuse raises an error on some rank.
+
+    So does a rank without a token, if its conventions say so.
+    """
     vocab, faults = case.problem.vocab, list[str]()
     if "labels" in case.candidate.refuses:
         trained = _trained(case).nonzero().squeeze(1).tolist()
@@ -44,7 +48,19 @@ def bad_inputs(case: Case) -> Checked:
                 faults.append(f"the label {label} of a trained token raises no error, with a vocabulary of {vocab}")
     if "shapes" in case.candidate.refuses and _takes(case, _with_short_ids, case.placed.batch):
         faults.append("a tensor of labels, or of ids, that is one token too short raises no error")
+    if case.candidate.conventions.empty_ranks == "refused" and not _raises_without_tokens(case):
+        faults.append("a rank without a token raises no error")
     return Checked(faults=tuple(dict.fromkeys(faults)))
+
+
+def _raises_without_tokens(case: Case) -> bool:
+    """Returns whether a call raises an error if no sequence has a token."""
+    empty = replace(case.problem, lengths=(0,) * len(case.problem.lengths), forced_labels=(), outliers=())
+    bound = case.bound.derived("without tokens", lambda: BoundProblem(case.candidate.spec, empty))
+    try:
+        return not Case(case.candidate, empty, case.world, bound).ranks
+    except RankRaised:
+        return True
 
 
 def _takes(case: Case, how: How[bool], batch: GlobalBatch) -> bool:

@@ -67,7 +67,8 @@ def _may_be_turned(case: Case) -> bool:
     """Returns whether each dp rank has a token in that order, if the candidate needs one."""
     _, turned = _turned(case.problem)
     idle = takes_idle_ranks(case.candidate)
-    return Placement(turned.layout, turned.vocab_split, turned.pad_to_multiple, idle=idle).fills(turned)
+    fills = Placement(turned.layout, turned.vocab_split, turned.pad_to_multiple, idle=idle).fills(turned)
+    return fills and not case.candidate.conventions.calls_need_training
 
 
 def _groups(problem: Problem) -> list[range]:

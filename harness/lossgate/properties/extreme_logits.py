@@ -83,6 +83,7 @@ def _moved(batch: GlobalBatch) -> GlobalBatch:
     ),
     applies=lambda candidate: candidate.head == "logits" and candidate.spec.gathered_ids is None,
     fits=lambda case: _has_plain_logits(case) and case.problem.vocab > 1 and _uses_only(_OF_SOFTMAX, _suppressed(case)),
+    relaxed_by={"minus_inf": ("never",)},
     runs=2,
     remedy="select, and do not multiply by 0; give exp(-inf - -inf) a value, where all of a tile or shard is -inf",
 )
@@ -93,7 +94,10 @@ def suppressed_ids(case: Case) -> Checked:
     """
     bound = _suppressed(case)
     found = list[Comparison]()
-    for low, words, values in ((_LOWEST, "-1e4", _OF_SOFTMAX), (-torch.inf, "-inf", _OF_LABELS)):
+    asked = [(_LOWEST, "-1e4", _OF_SOFTMAX)]
+    if case.candidate.conventions.minus_inf == "taken":
+        asked.append((-torch.inf, "-inf", _OF_LABELS))
+    for low, words, values in asked:
         if _uses_only(values, bound):
             compared = _compared_with(low, bound, case)
             robust = (one for one in compared if values.issuperset(bound.spec.uses) or _is_robust(one.output))

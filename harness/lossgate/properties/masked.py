@@ -38,18 +38,24 @@ leaves to change, and the sign of the changes."""
     remedy="select before computing: torch.where(mask, x, 0.0), because 0 * inf is NaN",
     mended=with_zeros,
     may_explain=("masked-nan",),
+    relaxed_by={"under_mask": ("usual",)},
 )
 def masked_values(case: Case) -> Checked:
     """Wild but finite numbers, and other ids, change nothing at tokens that do not count.
 
-    Metrics of all tokens, or of all sequences, are left out: their reference changes, too.
+    Metrics of all tokens, or of all sequences, are left out: their reference changes, too. If
+    callers keep to usual numbers under the mask, the numbers are those of other tokens.
     """
+    if case.candidate.conventions.under_mask == "usual":
+        return _poisoned_where_unused(case, "usual masked values", _with_values_of_others)
     return _poisoned_where_unused(case, "masked values", _with_wild_values)
 
 
 @property(
     "masked-nan",
     mistakes=all_of(masked_token_counts, padding_counts),
+    applies=lambda candidate: candidate.conventions.under_mask == "anything",
+    relaxed_by={"under_mask": ("finite",)},
     fits=lambda case: _with_nan(case.candidate.spec, case.placed.batch, _names(case), 1) is not case.placed.batch,
     remedy="select before computing: torch.where(mask, x, 0.0), because 0 * NaN is NaN",
 )
@@ -61,7 +67,8 @@ def masked_nan(case: Case) -> Checked:
 @property(
     "masked-ids",
     mistakes=masked_token_counts,
-    applies=lambda candidate: candidate.starts_at.has_logits,
+    applies=lambda candidate: candidate.starts_at.has_logits and candidate.conventions.under_mask != "usual",
+    relaxed_by={"under_mask": ("usual",)},
     fits=lambda case: case.world.repeatable,
     remedy="set labels to a valid id where mask is false, before indexing with them",
 )
@@ -143,6 +150,23 @@ def _with_wild_values(spec: Spec, batch: GlobalBatch, names: Collection[str], si
     fields = {name: wild(name, field) for name, field in floats.items() if name in names}
     fields |= {name: next_id(batch.fields[name]) for name in ("labels", spec.gathered_ids) if name is not None}
     leaves = {name: wild(name, leaf) for name, leaf in batch.leaves.items() if name in names}
+    return replace(batch, fields={**batch.fields, **fields}, leaves={**batch.leaves, **leaves})
+
+
+def _with_values_of_others(spec: Spec, batch: GlobalBatch, names: Collection[str], sign: int) -> GlobalBatch:
+    """Returns a batch with the numbers and ids of trained tokens where nothing is trained. Another
+    sign takes those of other tokens.
+    """
+    away = untrained(spec, batch.known)["token"]
+    trained = (~away).nonzero().squeeze(1)
+    if not len(trained):
+        return batch
+    others = trained[(torch.arange(len(away)) + sign) % len(trained)]
+    given, ids = {**_token_floats(batch), **batch.leaves}, [one for one in ("labels", spec.gathered_ids) if one]
+    tensors = {**{name: given[name] for name in names}, **{name: batch.fields[name] for name in ids}}
+    moved = {name: replaced(tensor, away, tensor[others]) for name, tensor in tensors.items()}
+    fields = {name: moved[name] for name in moved if name not in batch.leaves}
+    leaves = {name: moved[name] for name in moved if name in batch.leaves}
     return replace(batch, fields={**batch.fields, **fields}, leaves={**batch.leaves, **leaves})
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lossgate.base.layout import Layout
 from lossgate.cases.case import Case
 from lossgate.cases.oracle import Oracle
-from lossgate.cases.placement import ORDERS, PlacedProblem, takes_idle_ranks
+from lossgate.cases.placement import ORDERS, PlacedProblem, is_given, takes_idle_ranks
 from lossgate.cases.rank_parts import masks_of_share
 from lossgate.cases.reference import Part
 from lossgate.declaration.candidate import Candidate
@@ -39,6 +39,15 @@ def own_counts(split: Split, at_once: int, candidate: Candidate) -> list[OwnMist
         candidate: a candidate. Its spec names the counts that kernels are given.
     """
     weights = {"added up": 1.0, "averaged": 1 / at_once}
+    if candidate.conventions.counts == "own":
+        return [
+            OwnMistake(
+                sentence=f"each of {at_once} microbatches divides by {name} as it is given, and not by its own",
+                matters=partial(_reads, name),
+                can_show=partial(_differs, split, at_once, name),
+            )
+            for name in candidate.spec.names_of_counts
+        ]
     return [
         OwnMistake(
             sentence=f"each of {at_once} microbatches counts {name} for itself, and they are {put_together}",
@@ -127,7 +136,11 @@ def _leaves_one_empty(case: Case) -> bool:
 @property(
     "microbatches",
     applies=lambda candidate: _adds_up(candidate),
-    fits=lambda case: _takes_idle(case.candidate) or not _leaves_one_empty(case),
+    relaxed_by={"counts": ("own",)},
+    fits=lambda case: (
+        (_takes_idle(case.candidate) or not _leaves_one_empty(case))
+        and is_given(case.candidate, case.bound, _split(case).partition)
+    ),
     runs=2,
     mistakes=_mistakes,
     remedy="divide by the counts that are given, which are those of the whole batch; keep nothing between calls",
@@ -240,7 +253,10 @@ def _idles(first: bool) -> Callable[[Case], bool]:
         needing("the first rank must train something", _idles(first=True)),
         needing("every rank but the first must train something", _idles(first=False)),
     ),
-    applies=lambda candidate: "dp" in candidate.axes or "cp" in candidate.axes,
+    applies=lambda candidate: (
+        ("dp" in candidate.axes or "cp" in candidate.axes) and not candidate.conventions.calls_need_training
+    ),
+    relaxed_by={"untrained": ("never",)},
     fits=lambda case: case.problem.layout.dp * case.problem.layout.cp > 1,
     remedy="take part in every collective, with zeros, also where a rank has nothing to train",
     remedies={

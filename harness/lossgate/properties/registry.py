@@ -107,6 +107,9 @@ class Property:
     """The properties that a kernel may break for the same reason, where that can't be tried."""
     shrinks: bool = True
     """Whether a smaller problem on which it fails says more."""
+    relaxed_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    """The conventions under which less is asked, or nothing: the choices of each, the strictest
+    first."""
     of_ranks: bool = False
     """Whether it checks how ranks work together, so that more ranks say more."""
     mistakes: Callable[[Candidate], Sequence[OwnMistake]] = lambda candidate: ()
@@ -134,6 +137,7 @@ def property(
     mended: Callable[[Candidate], Kernel] | None = None,
     may_explain: tuple[str, ...] = (),
     shrinks: bool = True,
+    relaxed_by: Mapping[str, tuple[str, ...]] | None = None,
     of_ranks: bool = False,
     runs: int = 1,
     needs_adequacy: bool = False,
@@ -154,6 +158,8 @@ def property(
             tried.
         shrinks: whether a problem on which it fails is made smaller. Choose False for a check that
             makes a problem of its own.
+        relaxed_by: the conventions under which less is asked, or nothing: the choices of each, the
+            strictest first. The advice on a failure names the first under which the property holds.
         of_ranks: whether it checks how ranks work together. It is then checked on every layout,
             also with many ranks on an axis.
         runs: how often a check runs the candidate on every rank.
@@ -183,6 +189,7 @@ def property(
             mended=mended,
             may_explain=may_explain,
             shrinks=shrinks,
+            relaxed_by=relaxed_by or {},
             of_ranks=of_ranks,
             runs=runs,
             needs_adequacy=needs_adequacy,

@@ -7,6 +7,7 @@ Each has a reference and noise of its own.
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from math import isnan
 
 import torch
 
@@ -18,10 +19,14 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.problems.batch import GlobalBatch
 from lossgate.properties.mended import with_something_trained
 from lossgate.properties.registry import Checked, OwnMistake, called, property
+from lossgate.specs.outputs import LOSS
 from lossgate.specs.spec import Spec
+from lossgate.worlds.base import RankRaised
 
 
 def _divisions_by_0(candidate: Candidate) -> list[OwnMistake]:
+    if candidate.conventions.untrained != "zero":
+        return []
     return [
         OwnMistake(sentence=f"{name} divides as it is, though it may be 0", matters=partial(_is_taken_for_1, name))
         for name in candidate.spec.names_of_counts
@@ -45,6 +50,8 @@ def _is_taken_for_1(name: str, case: Case) -> bool:
 @property(
     "nothing-trained",
     mistakes=_divisions_by_0,
+    applies=lambda candidate: _says_what_comes_of_nothing(candidate),
+    relaxed_by={"untrained": ("nan", "error", "never")},
     fits=lambda case: not bool(case.candidate.spec.trained_of(_emptied(case).known).any()),
     remedy="divide by a count that is clamped to 1, and give minima and maxima over nothing a value",
     remedies={
@@ -55,9 +62,32 @@ def _is_taken_for_1(name: str, case: Case) -> bool:
     may_explain=("few-tokens", "microbatches", "idle-rank"),
 )
 def nothing_trained(case: Case) -> Checked:
-    """With nothing trained the loss is what the reference says, and gradients are exactly 0."""
+    """With nothing trained the loss is what the reference says, and gradients are exactly 0.
+
+    If it is declared to be NaN, or to raise an error, then it is, or does.
+    """
     varied = case.varied("nothing trained", lambda batch: _without(case.candidate.spec, batch))
+    untrained = case.candidate.conventions.untrained
+    if untrained == "error":
+        return Checked(faults=() if _raises(varied) else ("with nothing trained it raises no error",))
+    if untrained == "nan":
+        losses = [float(loss) for outputs in varied.ranks if (loss := outputs.get(LOSS)) is not None]
+        other = next((loss for loss in losses if not isnan(loss)), None)
+        return Checked(faults=() if other is None else (f"with nothing trained the loss is {other:.6g}, not NaN",))
     return Checked(comparisons=varied.comparisons)
+
+
+def _says_what_comes_of_nothing(candidate: Candidate) -> bool:
+    untrained = candidate.conventions.untrained
+    return untrained in ("zero", "error") or (untrained == "nan" and "loss" in candidate.spec.outputs)
+
+
+def _raises(case: Case) -> bool:
+    """Returns whether a call raises an error on some rank."""
+    try:
+        return not case.ranks
+    except RankRaised:
+        return True
 
 
 def _emptied(case: Case) -> GlobalBatch:
@@ -71,20 +101,26 @@ def _without(spec: Spec, batch: GlobalBatch) -> GlobalBatch:
 
 @property(
     "few-tokens",
+    fits=lambda case: not case.candidate.conventions.calls_need_training or case.problem.layout.cp == 1,
     runs=2,
     remedy="let loops over no tokens, and sums over one, give tensors of the right shape",
     remedies={"not finite": "look for 0 / 0: the variance of one number is, and a mean over no tokens of a rank"},
 )
 def few_tokens(case: Case) -> Checked:
-    """Sequences of one token, and of two, give what the reference says."""
-    of_one, of_two = (_of_length(case, length).comparisons for length in (1, 2))
-    found = chain(called("in sequences of one token", of_one), called("in sequences of two tokens", of_two))
-    return Checked(comparisons=tuple(found))
+    """Sequences of one token, and of two, give what the reference says.
+
+    Of one token nothing is trained.
+    """
+    lengths = {1: "in sequences of one token", 2: "in sequences of two tokens"}
+    if case.candidate.conventions.untrained != "zero":
+        del lengths[1]
+    found = (called(words, _of_length(case, length).comparisons) for length, words in lengths.items())
+    return Checked(comparisons=tuple(chain.from_iterable(found)))
 
 
 def _of_length(case: Case, length: int) -> Case:
     problem, count = case.problem, case.problem.group_size
-    if not takes_idle_ranks(case.candidate):
+    if not takes_idle_ranks(case.candidate) or case.candidate.conventions.calls_need_training:
         count *= problem.layout.dp
     few = replace(
         problem,

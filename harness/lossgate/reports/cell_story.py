@@ -65,6 +65,7 @@ def _about(record: CellRecord, results: Sequence[CellSummary]) -> Iterator[str]:
     yield from (f"too small to be shown: {mistake}" for mistake in record.mistakes_too_small)
     yield from (f"not distinguished: {choices}" for choices in record.not_distinguished)
     yield from (f"not given: {what}, {why}" for what, why in record.excluded.items())
+    yield from (f"convention {what}: {words}" for what, words in record.conventions.items())
 
 
 def _outputs(outputs: Sequence[OutputRecord]) -> Table:

@@ -17,6 +17,7 @@ from lossgate.reports.shown_verdict import STYLES, ShownVerdict, share
 
 NOT_DISTINGUISHED = "Not distinguished: a kernel that takes one of these choices for another would have passed."
 EXEMPT = "Not held to these properties, as the candidates declare:"
+CONVENTIONS = "Judged for what they still promise under these conventions, which the candidates declare:"
 EXCLUDED = "Not verified, because the candidates declare that they are never given such problems:"
 _NAMED = 3
 """The most candidates that are named."""
@@ -125,6 +126,7 @@ def print_remarks(console: Console, cells: Sequence[CellRecord]) -> None:
         causes_in_common(cells),
         remark_lines(NOT_DISTINGUISHED, ((cell.candidate, cell.not_distinguished) for cell in cells)),
         remark_lines(EXEMPT, ((cell.candidate, in_pairs(cell.exempt)) for cell in cells)),
+        remark_lines(CONVENTIONS, ((cell.candidate, in_pairs(cell.conventions)) for cell in cells)),
         remark_lines(EXCLUDED, ((cell.candidate, in_pairs(cell.excluded)) for cell in cells)),
     ):
         for line in lines:

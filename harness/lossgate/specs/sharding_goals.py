@@ -31,6 +31,8 @@ def _several(axis: Axis) -> str:
     return f"trained on several {axis} ranks"
 
 
+NOTHING_ON_A_RANK = "rank with nothing trained"
+
 SHARDING_GOALS: Mapping[str, CoverageGoal] = {
     "label on a shard's first row": CoverageGoal(
         meaning="a trained label on the first row of a tp rank's vocabulary, not of the whole one",
@@ -42,7 +44,7 @@ SHARDING_GOALS: Mapping[str, CoverageGoal] = {
         heads=WITH_LOGITS,
         axes=("tp",),
     ),
-    "rank with nothing trained": CoverageGoal(
+    NOTHING_ON_A_RANK: CoverageGoal(
         meaning="a rank without any trained token, while another has some", axes=("dp", "cp"), heads=_PER_TOKEN
     ),
     "rank without a sequence": CoverageGoal(
@@ -124,7 +126,7 @@ def covered_sharding_goals(partition: Partition, trained: Trained) -> Iterator[s
     """Yields the names of the ``SHARDING_GOALS`` and ``IDS_GOALS`` that a problem reaches."""
     counts = _counts(partition, trained)
     if counts.any() and not counts.all():
-        yield "rank with nothing trained"
+        yield NOTHING_ON_A_RANK
     if not all(partition.sequences(rank) for rank in range(partition.layout.dp)):
         yield "rank without a sequence"
     if _on_several(counts.sum(1)):

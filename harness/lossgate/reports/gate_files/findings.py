@@ -9,7 +9,7 @@ from functools import cached_property
 from lossgate.base.spelling import counted
 from lossgate.engine.cell_record import CellKey
 from lossgate.gate.gate_verdict import Blocker, GatedCell, GateReason, GateVerdict
-from lossgate.reports.describe import EXCLUDED, EXEMPT, NOT_DISTINGUISHED, in_pairs, remark_lines
+from lossgate.reports.describe import CONVENTIONS, EXCLUDED, EXEMPT, NOT_DISTINGUISHED, in_pairs, remark_lines
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class GateFindings:
         remarks = {
             NOT_DISTINGUISHED: [one.not_distinguished for one in summaries],
             EXEMPT: [in_pairs(one.exempt) for one in summaries],
+            CONVENTIONS: [in_pairs(one.conventions) for one in summaries],
             EXCLUDED: [in_pairs(one.excluded) for one in summaries],
         }
         candidates = [one.key.candidate for one in summaries]

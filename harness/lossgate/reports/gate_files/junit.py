@@ -100,6 +100,8 @@ def _seen(summary: CellSummary) -> Iterator[str]:
         yield f"keeps: {', '.join(summary.kept)}"
     if summary.exempt:
         yield f"exempt: {'; '.join(in_pairs(summary.exempt))}"
+    if summary.conventions:
+        yield f"conventions: {'; '.join(in_pairs(summary.conventions))}"
     if summary.excluded:
         yield f"not given: {'; '.join(in_pairs(summary.excluded))}"
     yield from resource_lines(summary.resources)
