@@ -48,16 +48,17 @@ def weights_of_calls(
                 "so no weights of the caller make up for own counts; restrict supports to options of which each number "
                 "has one count, or divide by the counts that are given"
             )
+        if not read and number != LOSS:
+            continue
+        whole: list[Axis] = [axis for axis, how in candidate.placements(number).items() if how == "replicate"]
+        with_own = _with_own(number, whole, bound, batch, returned)
         if read:
-            whole: list[Axis] = [axis for axis, how in candidate.placements(number).items() if how == "replicate"]
-            found[output] = _weights(read[0], plain[number], _with_own(number, whole, bound, batch, returned), batch)
+            found[output] = [
+                _weight(plain[number], own_number, own[read[0]], batch.fields[read[0]]) for own, own_number in with_own
+            ]
+        else:  # a loss that is 0 anyway, as of a single id, depends on no count
+            found[output] = [float(bool(own["valid_tokens"])) for own, _ in with_own]
     return found
-
-
-def _weights(
-    name: str, plain: Tensor, with_own: Sequence[tuple[Mapping[str, Tensor], Tensor]], batch: GlobalBatch
-) -> list[float]:
-    return [_weight(plain, number, own[name], batch.fields[name]) for own, number in with_own]
 
 
 def _weight(plain: Tensor, with_own: Tensor, own: Tensor, given: Tensor) -> float:

@@ -12,6 +12,7 @@ from lossgate.cases.case import Case
 from lossgate.cases.rank_call import How, RankCall, plainly
 from lossgate.cases.untrained import untrained
 from lossgate.problems.batch import GlobalBatch
+from lossgate.properties.ranks import in_microbatches, split_in_two
 from lossgate.properties.registry import Checked, property
 from lossgate.properties.would_show import needing
 from lossgate.worlds.base import RankRaised
@@ -54,11 +55,12 @@ def bad_inputs(case: Case) -> Checked:
 
 
 def _raises_without_tokens(case: Case) -> bool:
-    """Returns whether a call raises an error if no sequence has a token."""
-    empty = replace(case.problem, lengths=(0,) * len(case.problem.lengths), forced_labels=(), outliers=())
-    bound = case.bound.derived("without tokens", lambda: BoundProblem(case.candidate.spec, empty))
+    """Returns whether a call without a token raises an error. Of two microbatches one is empty."""
+    group = case.problem.group_size
+    few = replace(case.problem, lengths=(4,) * group, masks=("all",) * group, forced_labels=(), outliers=())
+    bound = case.bound.derived("one group", lambda: BoundProblem(case.candidate.spec, few))
     try:
-        return not Case(case.candidate, empty, case.world, bound).ranks
+        return not in_microbatches(case, split_in_two(few), bound).ranks
     except RankRaised:
         return True
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lossgate.base.layout import Layout
+from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placement import ORDERS, PlacedProblem, is_given, takes_idle_ranks
@@ -116,8 +117,13 @@ def _split(case: Case) -> Problem:
     """Returns the problem with a dp rank for each microbatch. A microbatch may be empty: kernels
     that are declared for several ranks must accept that, unless they exclude it.
     """
-    layout = case.problem.layout
-    return replace(case.problem, layout=Layout(layout.dp * _AT_ONCE, layout.cp, layout.tp))
+    return split_in_two(case.problem)
+
+
+def split_in_two(problem: Problem) -> Problem:
+    """Returns a problem with two dp ranks for each that it has: one for each microbatch."""
+    layout = problem.layout
+    return replace(problem, layout=Layout(layout.dp * _AT_ONCE, layout.cp, layout.tp))
 
 
 def _mistakes(candidate: Candidate) -> list[OwnMistake]:
@@ -151,10 +157,14 @@ def _leaves_one_empty(case: Case) -> bool:
 )
 def microbatches(case: Case) -> Checked:
     """Losses, gradients and metrics of the microbatches of a batch add up to those of the batch."""
-    several = _split(case)
-    in_turn = Case(case.candidate, several, _InTurn(case.world, several.layout), case.bound, also_over=("dp",))
+    in_turn = in_microbatches(case, _split(case), case.bound)
     called = f"in {_AT_ONCE} microbatches, each as a rank of dp"
     return Checked(comparisons=tuple(replace(compared, called=called) for compared in in_turn.comparisons))
+
+
+def in_microbatches(case: Case, split: Problem, bound: BoundProblem) -> Case:
+    """Returns the case of a problem whose layout has a dp rank for each microbatch of a rank."""
+    return Case(case.candidate, split, _InTurn(case.world, split.layout), bound, also_over=("dp",))
 
 
 def _takes_idle(candidate: Candidate) -> bool:
@@ -257,7 +267,7 @@ def _idles(first: bool) -> Callable[[Case], bool]:
         ("dp" in candidate.axes or "cp" in candidate.axes) and not candidate.conventions.calls_need_training
     ),
     relaxed_by={"untrained": ("never",)},
-    fits=lambda case: case.problem.layout.dp * case.problem.layout.cp > 1,
+    fits=lambda case: case.problem.layout.dp * case.problem.layout.cp > 1 and _leaves_training(case),
     remedy="take part in every collective, with zeros, also where a rank has nothing to train",
     remedies={
         "raises": "let a rank have nothing to train: minima, indices and loops over nothing may raise an error",
@@ -271,6 +281,15 @@ def idle_rank(case: Case) -> Checked:
     rank = _rank_to_idle(case)
     name = f"idle rank {rank} of {partition.layout} {partition.padded_lengths}"
     return Checked(comparisons=case.varied(name, lambda batch: _idle(batch, partition, rank)).comparisons)
+
+
+def _leaves_training(case: Case) -> bool:
+    """Returns whether other ranks train something, if a batch without that is never given."""
+    if case.candidate.conventions.untrained == "zero":
+        return True
+    rank, trained = _rank_to_idle(case), trained_tokens(case)
+    shards = case.placed.partition.real_token_shards
+    return any(bool(trained[shard].any()) for number, shard in enumerate(shards) if number != rank)
 
 
 def _idle(batch: GlobalBatch, partition: Partition, rank: int) -> GlobalBatch:
