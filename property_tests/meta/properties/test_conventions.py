@@ -106,16 +106,16 @@ def by_mask(inputs: Any, options: Any, mesh: Any) -> Tensor:
     return (losses * (inputs.mask & inputs.sample_mask[inputs.sequence])).sum() / (inputs.valid_tokens + 1e-8)
 
 
-def reading_the_mask_from_numbers(inputs: Any, options: Any, mesh: Any) -> Tensor:
-    """Takes a masked token with the numbers of a trained one for trained."""
+def disturbed_by_twins(inputs: Any, options: Any, mesh: Any) -> Tensor:
+    """Is wrong if every masked token has the numbers of a trained one."""
     counts = inputs.mask & inputs.sample_mask[inputs.sequence]
-    twin = torch.isin(inputs.logprobs[~counts], inputs.logprobs[counts]).any()
-    return by_mask(inputs, options, mesh) + twin
+    twins = torch.isin(inputs.logprobs[~counts], inputs.logprobs[counts]).all()
+    return by_mask(inputs, options, mesh) + twins
 
 
 def declared(kernel: Any, conventions: Conventions | None) -> Candidate:
     """Returns a kernel as a candidate for the loss that it computes."""
-    if kernel in (by_mask, reading_the_mask_from_numbers):
+    if kernel in (by_mask, disturbed_by_twins):
         spec, head, supports = "clipped_pg", "logprobs", {"reference_policy_kl_penalty": 0.0}
     else:
         spec, head, supports = "nll", "logits", {}
@@ -140,8 +140,8 @@ KEPT: dict[str, tuple[Conventions, str, Any, Any, str]] = {
         Conventions(under_mask="usual"),
         "masked-values",
         by_mask,
-        reading_the_mask_from_numbers,
-        "times the reference; rounding explains",
+        disturbed_by_twins,
+        "loss: ",
     ),
     "counts own": (
         Conventions(counts="own"),
