@@ -9,10 +9,10 @@ from torch import Tensor
 from lossgate.base.errors import CandidateError, UsageError
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
+from lossgate.cases.microbatches import in_microbatches, split_in_two
 from lossgate.cases.rank_call import How, RankCall, plainly
 from lossgate.cases.untrained import untrained
 from lossgate.problems.batch import GlobalBatch
-from lossgate.properties.ranks import in_microbatches, split_in_two
 from lossgate.properties.registry import Checked, property
 from lossgate.properties.would_show import needing
 from lossgate.worlds.base import RankRaised

@@ -20,7 +20,6 @@ from lossgate.declaration.candidate import Outputs
 from lossgate.judge.comparison import Comparison
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
-from lossgate.properties.input_memory import keeps_inputs
 from lossgate.properties.registry import Checked, called, property
 from lossgate.properties.would_show import all_of, gradients, masked_token_counts, values
 from lossgate.worlds.base import RankRaised
@@ -112,7 +111,7 @@ class _Around:
 @property(
     "gradients-add-up",
     runs=2,
-    applies=keeps_inputs,
+    applies=lambda candidate: candidate.conventions.inputs == "kept",
     mistakes=gradients("replaces the one that is there", 1 / (1 + _SECOND) * _SECOND),
     remedy="return gradients from backward and let autograd add them up; assign to no .grad",
     may_explain=("second-backward",),
@@ -132,7 +131,7 @@ def _accumulated(call: RankCall) -> RankOutputs:
 @property(
     "second-backward",
     runs=2,
-    applies=keeps_inputs,
+    applies=lambda candidate: candidate.conventions.inputs == "kept",
     mistakes=gradients("is added twice", 1 / (1 + _SECOND) * 2),
     remedy="use ctx.save_for_backward, and do not write to what was saved: multiply out of place",
 )
@@ -169,7 +168,7 @@ class _BackwardTwice:
 @property(
     "checkpointing",
     runs=4,
-    applies=keeps_inputs,
+    applies=lambda candidate: candidate.conventions.inputs == "kept",
     relaxed_by={"hooks": ("refused",)},
     mistakes=all_of(gradients("is lost"), masked_token_counts),
     remedy="compute and save the same in the second forward as in the first, by ctx.save_for_backward",

@@ -11,7 +11,6 @@ from torch import Tensor
 from lossgate.cases.assemble import equal
 from lossgate.cases.case import Case, differing
 from lossgate.cases.rank_call import How, RankCall, RankOutputs, plainly
-from lossgate.declaration.candidate import Candidate
 from lossgate.judge.comparison import Comparison
 from lossgate.properties.mended import with_copies
 from lossgate.properties.registry import Checked, called, property
@@ -42,14 +41,9 @@ def _trains_other_ids(case: Case) -> bool:
     return bool(case.candidate.spec.ids_of(case.bound.batch.fields)[trained_tokens(case)].any())
 
 
-def keeps_inputs(candidate: Candidate) -> bool:
-    """Returns whether a call leaves its inputs as they are, so that another may use them again."""
-    return candidate.conventions.inputs == "kept"
-
-
 @property(
     "inputs-kept",
-    applies=keeps_inputs,
+    applies=lambda candidate: candidate.conventions.inputs == "kept",
     relaxed_by={"inputs": ("written",)},
     mistakes=all_of(
         needing("labels of masked tokens are set to 0 in place", _has_masked_label, has_tokens),

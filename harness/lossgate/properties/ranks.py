@@ -2,16 +2,14 @@
 """Properties of how a batch is split: microbatches, padding, reduction orders and idle ranks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Generic
 
 import torch
 from torch import Tensor
 
-from lossgate.base.layout import Layout
-from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
+from lossgate.cases.microbatches import AT_ONCE, in_microbatches, split_in_two
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placement import ORDERS, PlacedProblem, is_given, takes_idle_ranks
 from lossgate.cases.rank_parts import masks_of_share
@@ -19,11 +17,10 @@ from lossgate.cases.reference import Part
 from lossgate.declaration.candidate import Candidate
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
-from lossgate.problems.problem import Problem, ReductionOrder
+from lossgate.problems.problem import Problem
 from lossgate.properties.registry import Checked, OwnMistake, property
 from lossgate.properties.would_show import all_of, needing, trained_tokens, values
 from lossgate.specs.outputs import LOSS, gradient_output
-from lossgate.worlds.base import RankContext, T, Task, World
 
 Split = Callable[[Case], Problem]
 """Returns a problem with several dp ranks in place of one: a rank for each of its microbatches."""
@@ -109,21 +106,11 @@ def _is_rejected(split: Split, at_once: int, name: str, weight: float, case: Cas
     return bool(changed) and all(oracle.rejects(output, wrong[output][None], dtypes[output]) for output in changed)
 
 
-_AT_ONCE = 2
-"""How many microbatches each rank has."""
-
-
 def _split(case: Case) -> Problem:
     """Returns the problem with a dp rank for each microbatch. A microbatch may be empty: kernels
     that are declared for several ranks must accept that, unless they exclude it.
     """
     return split_in_two(case.problem)
-
-
-def split_in_two(problem: Problem) -> Problem:
-    """Returns a problem with two dp ranks for each that it has: one for each microbatch."""
-    layout = problem.layout
-    return replace(problem, layout=Layout(layout.dp * _AT_ONCE, layout.cp, layout.tp))
 
 
 def _mistakes(candidate: Candidate) -> list[OwnMistake]:
@@ -132,7 +119,7 @@ def _mistakes(candidate: Candidate) -> list[OwnMistake]:
         matters=lambda case: _takes_idle(case.candidate),
         can_show=_leaves_one_empty,
     )
-    return [nothing_held, *own_counts(_split, _AT_ONCE, candidate)]
+    return [nothing_held, *own_counts(_split, AT_ONCE, candidate)]
 
 
 def _leaves_one_empty(case: Case) -> bool:
@@ -158,13 +145,8 @@ def _leaves_one_empty(case: Case) -> bool:
 def microbatches(case: Case) -> Checked:
     """Losses, gradients and metrics of the microbatches of a batch add up to those of the batch."""
     in_turn = in_microbatches(case, _split(case), case.bound)
-    called = f"in {_AT_ONCE} microbatches, each as a rank of dp"
+    called = f"in {AT_ONCE} microbatches, each as a rank of dp"
     return Checked(comparisons=tuple(replace(compared, called=called) for compared in in_turn.comparisons))
-
-
-def in_microbatches(case: Case, split: Problem, bound: BoundProblem) -> Case:
-    """Returns the case of a problem whose layout has a dp rank for each microbatch of a rank."""
-    return Case(case.candidate, split, _InTurn(case.world, split.layout), bound, also_over=("dp",))
 
 
 def _takes_idle(candidate: Candidate) -> bool:
@@ -180,38 +162,6 @@ def _adds_up(candidate: Candidate) -> bool:
     outputs += [candidate.spec.output(name) for name in (*candidate.spec.outputs, *candidate.spec.metrics)]
     split = [output for output in outputs if "token" not in output.dims and "sequence" not in output.dims]
     return all(candidate.placements(output).get("dp") in ("sum", "min", "max") for output in split)
-
-
-class _InTurn:
-    """A world whose ranks each do the work of several dp ranks, one after the other."""
-
-    def __init__(self, world: World, layout: Layout) -> None:
-        self._world, self.layout, self.repeatable = world, layout, world.repeatable
-
-    def run(self, task: Task[T], *, order: ReductionOrder = "rank", seed: int = 0, patience: float = 1.0) -> list[T]:
-        each = self._world.run(_Each(task, self.layout), order=order, seed=seed, patience=patience)
-        by_rank = {rank: result for results in each for rank, result in results.items()}
-        return [by_rank[rank] for rank in range(self.layout.ranks)]
-
-    def close(self) -> None:
-        """Does nothing. Whoever made the world closes it."""
-
-
-@dataclass(frozen=True)
-class _Each(Generic[T]):
-    """Runs a task once for each dp rank whose work this rank does."""
-
-    task: Task[T]
-    layout: Layout
-
-    def __call__(self, context: RankContext) -> dict[int, T]:
-        at, own = context.layout.coordinate(context.rank), self.layout
-        results: dict[int, T] = {}
-        for number in range(_AT_ONCE):
-            dp = at["dp"] * _AT_ONCE + number
-            rank = (dp * own.cp + at["cp"]) * own.tp + at["tp"]
-            results[rank] = self.task(replace(context, rank=rank))
-        return results
 
 
 @property(
