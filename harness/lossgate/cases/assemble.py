@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lossgate.base.layout import AXES, Axis
-from lossgate.cases.own_counts import Weights
+from lossgate.cases.own_counts import LEFT_OUT, Weights
 from lossgate.cases.rank_call import RankOutputs
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.contract import Placements
@@ -70,8 +70,8 @@ def assemble(
 
 
 def _weighed(part: Tensor, weight: float) -> Tensor:
-    """Multiplies what a rank returns. With a weight of 0 it is left out, also if it is NaN."""
-    return part.double() * weight if weight else torch.zeros_like(part, dtype=torch.float64)
+    """Multiplies what a rank returns. What is left out may be NaN."""
+    return torch.zeros_like(part, dtype=torch.float64) if weight == LEFT_OUT else part.double() * weight
 
 
 def _own_tokens(parts: Sequence[Tensor], tokens: Tokens, partition: Partition) -> tuple[list[Tensor], tuple[str, ...]]:

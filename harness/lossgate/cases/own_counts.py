@@ -17,6 +17,9 @@ from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.outputs import LOSS, Output
 from lossgate.specs.spec import Spec
 
+LEFT_OUT = 0.0
+"""The factor of a call that the caller leaves out, because nothing is trained in it."""
+
 Weights = Mapping[Output, Sequence[float]]
 """The factor of an output on each rank, by output. Outputs that are not among them have none."""
 
@@ -57,14 +60,16 @@ def weights_of_calls(
                 _weight(plain[number], own_number, own[read[0]], batch.fields[read[0]]) for own, own_number in with_own
             ]
         else:  # a loss that is 0 anyway, as of a single id, depends on no count
-            found[output] = [float(bool(own["valid_tokens"])) for own, _ in with_own]
+            found[output] = [1.0 if bool(own["valid_tokens"]) else LEFT_OUT for own, _ in with_own]
+    if candidate.conventions.untrained == "zero":  # it may be added, so that a NaN shows
+        return {output: [weight or 1.0 for weight in weights] for output, weights in found.items()}
     return found
 
 
 def _weight(plain: Tensor, with_own: Tensor, own: Tensor, given: Tensor) -> float:
     """Returns the factor that makes a number with a rank's own count one with the given count."""
-    if not int(own):  # the caller leaves out what the call returns
-        return 0.0
+    if not int(own):
+        return LEFT_OUT
     if float(plain) and bool(torch.isfinite(plain / with_own)):
         return float(plain / with_own)
     return float(own / given)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spec ``value``: the clipped squared error of a value model."""
 
+import torch
 from torch import Tensor
 
 from dense_losses import value_loss
@@ -86,6 +87,35 @@ _UNCLIPPED = {"cliprange": (None,)}
 _MEAN = "mean over trained tokens of"
 
 
+def _loss_and_metrics(
+    values: TokenValues, batch: ValueBatch, options: ValueOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, metrics = value_loss(
+        values=values.logprobs,
+        old_values=batch.old_values,
+        returns=batch.returns,
+        mask=batch.mask,
+        valid_tokens=batch.valid_tokens,
+        options=options,
+    )
+    del metrics["loss"]  # the loss itself
+    return loss, metrics
+
+
+def _moved_by_clamped_distance(
+    values: TokenValues, batch: ValueBatch, options: ValueOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clamps how far a value has moved, as OpenRLHF does, in place of the value."""
+    plain, metrics = _loss_and_metrics(values, batch, options)
+    if options.cliprange is None:
+        return plain, metrics
+    new, old, returns = (torch.where(batch.mask, x, 0.0) for x in (values.logprobs, batch.old_values, batch.returns))
+    clipped = old + torch.clamp(new - old, -options.cliprange, options.cliprange)
+    total = torch.maximum((new - returns) ** 2, (clipped - returns) ** 2).sum()
+    count = batch.valid_tokens.to(new.dtype) + options.epsilon
+    return options.scale / 2 * total / torch.where(count > 0, count, 1.0), metrics
+
+
 @spec(
     "value",
     summary="clipped squared error of a value model",
@@ -123,16 +153,8 @@ _MEAN = "mean over trained tokens of"
         ),
     },
     covered=_covered,
+    also_written=(_moved_by_clamped_distance,),
 )
 def value(values: TokenValues, batch: ValueBatch, options: ValueOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped squared error of a value model."""
-    loss, metrics = value_loss(
-        values=values.logprobs,
-        old_values=batch.old_values,
-        returns=batch.returns,
-        mask=batch.mask,
-        valid_tokens=batch.valid_tokens,
-        options=options,
-    )
-    del metrics["loss"]  # the loss itself
-    return loss, metrics
+    return _loss_and_metrics(values, batch, options)
