@@ -8,12 +8,13 @@ The inputs of a spec at a head are the fields of its batch class and the leaves 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import torch
 from torch import Tensor
 
 from lossgate.base.errors import UsageError
+from lossgate.base.spelling import nearest
 from lossgate.specs.record import Field, Record, built_in_field, fields_of
 
 
@@ -88,6 +89,14 @@ class Batch(Record):
         made = object.__new__(cls)
         vars(made).update(fields)
         return made
+
+    def __getattr__(self, name: str) -> Never:
+        if name.startswith("__"):  # Python itself asks
+            raise AttributeError(name)
+        known = vars(self)
+        same = [other for names in _SAME if name in names for other in names if other in known]
+        hint = f"here it is {same[0]!r}" if same else ""
+        raise AttributeError(f"{type(self).__name__} has no {name!r}; {nearest(name, known, hint)}")
 
     @property
     def lengths(self) -> Tensor:
@@ -178,6 +187,9 @@ def _check_fields(batch: type[Batch]) -> None:
             way_out = "only its count= may differ" if name == "valid_tokens" else "give it another name"
             raise UsageError(f"{batch.__name__}.{name}: every batch has {name!r} already; {way_out}")
 
+
+_SAME = (("prev_logprobs", "old_logprobs"), ("generation_logprobs", "vllm_logprobs"))
+"""Names that losses, after their sources, give to the same field."""
 
 _OWN = ("of", "lengths", "sequences", "to_rows", "from_rows", "per_sequence", "logit_filter")
 """Names of every batch that are not fields. It has the last one only if options filter."""
