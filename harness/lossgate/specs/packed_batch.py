@@ -8,7 +8,7 @@ The inputs of a spec at a head are the fields of its batch class and the leaves 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from typing import Any, Never, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -90,13 +90,15 @@ class Batch(Record):
         vars(made).update(fields)
         return made
 
-    def __getattr__(self, name: str) -> Never:
-        if name.startswith("__"):  # Python itself asks
-            raise AttributeError(name)
-        known = vars(self)
-        same = [other for names in _SAME if name in names for other in names if other in known]
-        hint = f"here it is {same[0]!r}" if same else ""
-        raise AttributeError(f"{type(self).__name__} has no {name!r}; {nearest(name, known, hint)}")
+    if not TYPE_CHECKING:  # else type checkers would take any name
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):  # Python itself asks
+                raise AttributeError(name)
+            known = vars(self)
+            same = [other for names in _SAME if name in names for other in names if other in known]
+            hint = f"here it is {same[0]!r}" if same else ""
+            raise AttributeError(f"{type(self).__name__} has no {name!r}; {nearest(name, known, hint)}")
 
     @property
     def lengths(self) -> Tensor:
