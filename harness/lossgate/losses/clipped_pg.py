@@ -23,8 +23,8 @@ from lossgate.losses.shared.policy_gradients import (
     NEAR,
     OVERFLOW,
     RATIOS,
+    RATIOS_EXTREME,
     REFERENCE,
-    UNDERFLOW,
     Span,
     clip_goals,
     clip_spans,
@@ -33,6 +33,7 @@ from lossgate.losses.shared.policy_gradients import (
     draw_filtered_before,
     draw_in_spans,
     draw_reference_logprobs,
+    extreme_spans,
     on_tokens,
     scattered,
 )
@@ -290,7 +291,7 @@ def _log_ratios(context: FieldContext) -> Tensor:
         "on-policy": [(0.0, 0.0)],
         # Large ratios, times exp of the distance to a far reference, stay within float32.
         # Beyond that, right kernels multiply 0 by infinity.
-        "extreme": [*UNDERFLOW, (10.0, 20.0), (28.0, 34.0), spans["inside"]],
+        "extreme": [*extreme_spans(context, (28.0, 34.0)), spans["inside"]],
     }
     chosen = scenario[context.scenario["ratios"]]
     if not o.sequence_level_importance_ratios:
@@ -456,7 +457,7 @@ def _metrics(values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptio
     uses=("logprobs", "unfiltered"),
     draw=_draw,
     trained=trained_tokens,
-    scenarios=(RATIOS, ADVANTAGES, ADVANTAGES_PER, REFERENCE, _GENERATION, SAMPLES),
+    scenarios=(RATIOS, RATIOS_EXTREME, ADVANTAGES, ADVANTAGES_PER, REFERENCE, _GENERATION, SAMPLES),
     kinks=True,
     stop_gradient=True,
     extra_metrics=_metrics,
