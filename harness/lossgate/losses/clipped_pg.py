@@ -241,9 +241,13 @@ class ClippedPgOptions(FilterOptions, ClippedPgLossOptions):
 class ClippedPgBatch(Batch):
     """The fields that the spec adds to a packed batch."""
 
-    prev_logprobs: Tensor = field("token", "log-probabilities of the labels, of the policy before the update")
+    prev_logprobs: Tensor = field(
+        "token", "log-probabilities of the labels, of the policy before the update", elsewhere=("old_logprobs",)
+    )
     generation_logprobs: Tensor = field(
-        "token", "log-probabilities of the labels, of the policy that generated the tokens"
+        "token",
+        "log-probabilities of the labels, of the policy that generated the tokens",
+        elsewhere=("vllm_logprobs",),
     )
     reference_logprobs: Tensor = field("token", "log-probabilities of the labels, of the reference policy")
     advantages: Tensor = field("token", "the advantage of each token")

@@ -182,12 +182,15 @@ class GrpoOptions(FilterOptions, GrpoLossOptions):
 class GrpoBatch(Batch):
     """The fields that the spec adds to a packed batch."""
 
-    old_logprobs: Tensor = field("token", "log-probabilities of the labels, of the policy before the update")
+    old_logprobs: Tensor = field(
+        "token", "log-probabilities of the labels, of the policy before the update", elsewhere=("prev_logprobs",)
+    )
     reference_logprobs: Tensor = field("token", "log-probabilities of the labels, of the reference policy")
     vllm_logprobs: Tensor = field(
         "token",
         "log-probabilities of the labels, of the engine that sampled the tokens; "
         "NaN at a token means that it is not known",
+        elsewhere=("generation_logprobs",),
     )
     advantages: Tensor = field("token", "the advantage of each token")
 

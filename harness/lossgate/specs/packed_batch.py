@@ -96,7 +96,7 @@ class Batch(Record):
             if name.startswith("__"):  # Python itself asks
                 raise AttributeError(name)
             known = vars(self)
-            same = [other for names in _SAME if name in names for other in names if other in known]
+            same = [own for own, one in fields_of(type(self)).items() if name in one.elsewhere]
             hint = f"here it is {same[0]!r}" if same else ""
             raise AttributeError(f"{type(self).__name__} has no {name!r}; {nearest(name, known, hint)}")
 
@@ -189,9 +189,6 @@ def _check_fields(batch: type[Batch]) -> None:
             way_out = "only its count= may differ" if name == "valid_tokens" else "give it another name"
             raise UsageError(f"{batch.__name__}.{name}: every batch has {name!r} already; {way_out}")
 
-
-_SAME = (("prev_logprobs", "old_logprobs"), ("generation_logprobs", "vllm_logprobs"))
-"""Names that losses, after their sources, give to the same field."""
 
 _OWN = ("of", "lengths", "sequences", "to_rows", "from_rows", "per_sequence", "logit_filter")
 """Names of every batch that are not fields. It has the last one only if options filter."""
