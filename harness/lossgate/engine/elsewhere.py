@@ -54,7 +54,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, MappingProxyType):
             return _fixed, (dict(obj),)
-        if isinstance(obj, Spec) and SPECS.get(obj.name) is obj:
+        if isinstance(obj, Spec):
+            if SPECS.get(obj.name) is not obj:
+                raise pickle.PicklingError(f"spec {obj.name!r} is no built-in spec")
             return find_spec, (obj.name,)
         if isinstance(obj, Candidate):
             own = {f.name: getattr(obj, f.name) for f in fields(obj)}
