@@ -25,7 +25,7 @@ from lossgate.engine.settings import Settings
 from lossgate.engine.shared_declaration import able_alike
 from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES
-from lossgate.specs.option import LARGE
+from lossgate.specs.option import LARGE_SIZES
 from lossgate.strategies import DrawnProblem
 from lossgate.worlds import SimulatedWorld
 from property_tests.meta.command_line import Lossgate
@@ -237,7 +237,7 @@ def test_no_shard_is_empty(layout: str) -> None:
 
 
 def test_large_problems_are_left_out_apart() -> None:
-    left = {gone: large_shapes(declared(large=Excluded(gone, because="so"))) for gone in LARGE.choices}
+    left = {gone: large_shapes(declared(large=Excluded(gone, because="so"))) for gone in LARGE_SIZES.choices}
     assert left == {
         "tokens": [MANY_SEQUENCES],
         "sequences": [MANY_TOKENS],
@@ -275,7 +275,7 @@ def test_a_kernel_that_needs_what_it_says_agrees(layout: str) -> None:
         assert len(inputs.labels) < 200
         return grpo_of_rows(inputs, options, mesh)
 
-    slow = Excluded(*LARGE.choices, because="it takes minutes")
+    slow = Excluded(*LARGE_SIZES.choices, because="it takes minutes")
     found = verify(declared(strict, advantages_per=OF_SEQUENCES, empty=FULL, large=slow), layout)
     assert found.verdict is Verdict.AGREE, found.reasons
     assert found.record.excluded["large tokens"] == "it takes minutes"

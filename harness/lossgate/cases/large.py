@@ -13,7 +13,7 @@ from lossgate.base.shape import Shape
 from lossgate.declaration.candidate import Candidate
 from lossgate.problems.problem import Problem
 from lossgate.specs.heads import HEADS
-from lossgate.specs.option import LARGE
+from lossgate.specs.option import LARGE_SIZES
 
 MANY_TOKENS = Shape(tokens=2085, vocab=13, width=8, sequences=4)
 """Its tokens are more than 2,048, and no multiple of any block size."""
@@ -27,7 +27,7 @@ logits overflows."""
 
 def large_shapes(candidate: Candidate) -> Sequence[Shape]:
     """Returns the large shapes on which a candidate may fail, and that it does not leave out."""
-    given = candidate.given(LARGE.name)
+    given = candidate.given(LARGE_SIZES.name)
     shapes = {"tokens": MANY_TOKENS, "sequences": MANY_SEQUENCES, "vocabulary": LARGE_VOCABULARY}
     if candidate.spec.trained_dim == "sequence":
         del shapes["tokens"], shapes["vocabulary"]
@@ -36,14 +36,14 @@ def large_shapes(candidate: Candidate) -> Sequence[Shape]:
     return [shape for name, shape in shapes.items() if name in given]
 
 
-_MOST = 1 << 20
+LARGE = 1 << 20
 """The most logits, or entries of the lm-head, of a problem that is not large. A dozen runs of a
 larger problem at once would take gigabytes."""
 
 
 def is_large(problem: Problem) -> bool:
     """Returns whether a problem is judged one run, and some tokens, at a time."""
-    return HEADS[problem.head].has_logits and size_of(problem) > _MOST
+    return HEADS[problem.head].has_logits and size_of(problem) > LARGE
 
 
 def size_of(problem: Problem) -> int:

@@ -100,14 +100,14 @@ EMPTY = Option(
     default="nothing",
     choices=("sequence", "rank", "shard"),
 )
-LARGE = Option(
+LARGE_SIZES = Option(
     name="large",
     meaning="what may be large in a problem: thousands of tokens, dozens of sequences, or a vocabulary of more rows "
     "than int16 counts",
     default="nothing",
     choices=("tokens", "sequences", "vocabulary"),
 )
-OF_SIZES = {EMPTY.name: EMPTY, LARGE.name: LARGE}
+OF_SIZES = {EMPTY.name: EMPTY, LARGE_SIZES.name: LARGE_SIZES}
 """The scenarios of every spec. Their choices come with sizes and layouts, and are not drawn."""
 
 
