@@ -146,3 +146,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"lossgate.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'lossgate' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

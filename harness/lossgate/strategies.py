@@ -37,7 +37,7 @@ from lossgate.base.spelling import nearest
 from lossgate.cases import problem_strategies as drawn
 from lossgate.cases.drawn_problem import DrawnPack, DrawnProblem
 from lossgate.cases.option_strategies import draw_options, draw_value
-from lossgate.cases.placement import Placement, splits_of, takes_idle_ranks
+from lossgate.cases.placement import Placement, splits_of
 from lossgate.declaration.candidate import Candidate, candidate
 from lossgate.declaration.checks import check_axes, check_spec
 from lossgate.declaration.supports import ANY
@@ -46,7 +46,7 @@ from lossgate.problems.masks import MASK_PATTERNS, MaskPattern, draw_mask
 from lossgate.problems.problem import Problem, ReductionOrder
 from lossgate.problems.random_streams import RandomStreams
 from lossgate.specs.heads import HEADS
-from lossgate.specs.option import COMMON_OPTIONS, TEMPERATURE, Option
+from lossgate.specs.option import COMMON_OPTIONS, EMPTY, TEMPERATURE, Option
 from lossgate.specs.spec import Spec
 
 __all__ = [
@@ -239,7 +239,7 @@ def _problems(draw: DrawFn, able: Candidate, dtype: str, layouts: SearchStrategy
     layout = draw(layouts)
     _check_split(layout, able)
     problem = draw(drawn.problems(able, dtype))
-    placements = [Placement(layout, split, idle=takes_idle_ranks(able)) for split in splits_of(able)]
+    placements = [Placement(layout, split, empty=able.given(EMPTY.name)) for split in splits_of(able)]
     only_even = [one.vocab_split for one in placements] == ["even"]
     if only_even:  # the vocabulary is made larger, so that it can be split evenly
         possible = [one for one in placements if one.fills(problem)]

@@ -16,6 +16,7 @@ from lossgate.adequacy.set_cover import required_goals
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.drawing import Draws
+from lossgate.cases.large import LARGE_VOCABULARY, MANY_SEQUENCES, MANY_TOKENS, large_shapes
 from lossgate.cases.placement import sample_problems
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, CellResult, Verdict
@@ -24,6 +25,7 @@ from lossgate.engine.settings import Settings
 from lossgate.engine.shared_declaration import able_alike
 from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES
+from lossgate.specs.option import LARGE_SIZES
 from lossgate.strategies import DrawnProblem
 from lossgate.worlds import SimulatedWorld
 from property_tests.meta.command_line import Lossgate
@@ -84,7 +86,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "unknown scenario": (
         lambda: declared(ratio=CLAMPED),
-        "'ratio' is no scenario of spec 'grpo'; did you mean 'ratios'? (expected one of empty, ratios, advantages, ",
+        "'ratio' is no scenario of spec 'grpo'; did you mean 'ratios'? (expected one of empty, large, ratios, ",
     ),
     "an option": (
         lambda: declared(beta=CLAMPED),
@@ -93,6 +95,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "all": (
         lambda: declared(generation=Excluded("near", "everywhere", "equal", because="so")),
         "no choice is left; keep one of near, everywhere, equal",
+    ),
+    "nothing, as others are left": (
+        lambda: declared(generation_everywhere=Excluded("far", because="so")),
+        "it leaves out nothing: problems have 'far' only if both is left out; name that, too",
     ),
     "all of those on request": (
         lambda: declared(advantages_per=Excluded("token", "sequence", because="so")),
@@ -172,6 +178,75 @@ def test_nothing_changes_for_candidates_that_exclude_nothing() -> None:
     assert "advantages_per" not in {name for one in drawn(declared()) for name in one.scenario}
 
 
+def of_sampler(problem: Problem) -> tuple[bool, bool]:
+    """Returns whether a log-probability of the sampler is not known, and whether a ratio is far."""
+    fields = BoundProblem(SPECS["grpo"], problem).batch.fields
+    ratios = fields["old_logprobs"] - fields["vllm_logprobs"]
+    return bool(ratios.isnan().any()), bool((ratios.abs() > 10).any())
+
+
+@pytest.mark.parametrize(
+    ("gone", "there"),
+    [(("not known",), (False, True)), (("far",), (True, False)), (("far", "not known"), (False, False))],
+)
+def test_what_is_not_known_of_the_sampler_and_far_ratios_are_left_out_apart(
+    gone: tuple[str, ...], there: tuple[bool, bool]
+) -> None:
+    def parted(**supports: Any) -> Candidate:
+        return candidate("grpo", head="logprobs", supports=supports)(grpo_of_rows)
+
+    apart = parted(generation_everywhere=Excluded("both", *gone, because="so"))
+    seen = [of_sampler(one) for one in drawn(apart)[:60]]
+    assert (any(unknown for unknown, _ in seen), any(far for _, far in seen)) == there
+    lost = set(required_goals(parted(), Layout(), "float32")) - set(required_goals(apart, Layout(), "float32"))
+    assert ("sampler's log-prob not known" in lost, "rho beyond 10 nats" in lost) == tuple(not one for one in there)
+    assert len(lost) == 2 - sum(there)
+
+
+@pytest.mark.parametrize("spec", ["grpo", "clipped_pg"])
+@pytest.mark.parametrize(("gone", "low", "high"), [("above", True, False), ("below", False, True)])
+def test_extreme_ratios_are_left_out_one_side_at_a_time(spec: str, gone: str, low: bool, high: bool) -> None:
+    parted = Excluded("both", gone, because="so")
+    kernel = candidate(spec, head="logprobs", supports={"ratios_extreme": parted})(grpo_of_rows)
+    before = {"grpo": "old_logprobs", "clipped_pg": "prev_logprobs"}[spec]
+    ratios = []
+    for problem in (one for one in drawn(kernel) if one.scenario.get("ratios") == "extreme"):
+        batch = BoundProblem(SPECS[spec], problem).batch
+        ratios.append(batch.policy - batch.fields[before])
+    every = torch.cat(ratios)
+    assert (bool((every < -19).any()), bool((every > 9).any())) == (low, high)
+
+
+@pytest.mark.parametrize("layout", ["tp=3", "tp=8"])
+def test_no_shard_is_empty(layout: str) -> None:
+    def empty(kernel: Candidate) -> list[bool]:
+        problems = sample_problems(kernel, on, "float32", 200, 0)
+        return [0 in {shard.rows for shard in one.partition.vocab_shards} for one in problems]
+
+    def named(**supports: Any) -> Candidate:
+        return candidate("nll", head="logits", axes=("tp",), supports=supports | {"vocab_split": lossgate.ANY})(
+            grpo_of_rows
+        )
+
+    on, full = Layout.parse(layout), named(empty=Excluded("shard", because="so"))
+    assert any(empty(named()))
+    assert not any(empty(full))
+    assert len(empty(full)) > 100
+    every, without = (set(required_goals(one, on, "float32")) for one in (named(), full))
+    assert every - without == {"shard without a row"}
+
+
+def test_large_problems_are_left_out_apart() -> None:
+    left = {gone: large_shapes(declared(large=Excluded(gone, because="so"))) for gone in LARGE_SIZES.choices}
+    assert left == {
+        "tokens": [MANY_SEQUENCES],
+        "sequences": [MANY_TOKENS],
+        "vocabulary": [MANY_TOKENS, MANY_SEQUENCES],
+    }
+    of_logits = candidate("nll", head="logits", supports={"large": Excluded("tokens", because="so")})(grpo_of_rows)
+    assert large_shapes(of_logits) == [MANY_SEQUENCES, LARGE_VOCABULARY]
+
+
 def test_advantages_are_those_of_sequences() -> None:
     for problem in drawn(declared(advantages_per=OF_SEQUENCES))[:20]:
         fields = BoundProblem(SPECS["grpo"], problem).batch.fields
@@ -197,10 +272,13 @@ def test_a_kernel_that_needs_what_it_says_agrees(layout: str) -> None:
     def strict(inputs: Any, options: Any, mesh: Any) -> Tensor:
         assert inputs.sequences > 0
         assert int(inputs.lengths.min()) > 0
+        assert len(inputs.labels) < 200
         return grpo_of_rows(inputs, options, mesh)
 
-    found = verify(declared(strict, advantages_per=OF_SEQUENCES, empty=FULL), layout)
+    slow = Excluded(*LARGE_SIZES.choices, because="it takes minutes")
+    found = verify(declared(strict, advantages_per=OF_SEQUENCES, empty=FULL, large=slow), layout)
     assert found.verdict is Verdict.AGREE, found.reasons
+    assert found.record.excluded["large tokens"] == "it takes minutes"
     assert "microbatches" in {one.name for one in found.record.properties}
 
 
@@ -312,7 +390,7 @@ def test_what_is_excluded_stands_in_the_verdict_and_in_evidence(folder: Path, lo
     done = lossgate(*given)
     assert done.returncode == 0
     remark = [
-        "Not verified, because the candidates declare that they are never given such problems:",
+        "Not verified, because the candidates leave out such problems:",
         "  empty rank: the sampler fills every rank: 1 cell of kernel",
         "",
     ]

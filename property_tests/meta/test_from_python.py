@@ -24,6 +24,12 @@ def kernel(factor: float) -> lossgate.Candidate:
     return nll
 
 
+def test_tab_shows_the_public_names() -> None:
+    assert {*dir(lossgate)} == {*lossgate.__all__, "__version__"}
+    assert {"candidate", "inputs", "verify"} <= {*dir(lossgate)}
+    assert [name for name in dir(lossgate) if not hasattr(lossgate, name)] == []
+
+
 def test_a_right_kernel_agrees() -> None:
     found = lossgate.verify(kernel(1.0), layouts=["single", "cp=2"])
     assert found.agrees

@@ -3,14 +3,18 @@
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lossgate import UsageError, suite
-from lossgate.declaration.loading import load_candidate, load_candidates
+from lossgate.declaration.loading import KernelElsewhere, load_candidate, load_candidates
+from lossgate.engine import elsewhere
 from lossgate.engine.failure_files import read_failure
+from lossgate.properties import PROPERTIES, Checked
+from property_tests.meta.command_line import KERNELS
 
 
 def kernel(inputs: Any, options: Any, mesh: Any) -> Any:
@@ -65,6 +69,45 @@ def test_a_slip_in_a_file_is_reported_as_it_is(tmp_path: Path) -> None:
         UsageError, match=r"^candidate\(head='hiden'\): spec 'nll' has no such head; did you mean 'hidd"
     ):
         load_candidates(str(file))
+
+
+OWN_SPEC = '''
+import lossgate
+
+@lossgate.spec("own", source="here")
+def own(values, batch, options):
+    """A loss."""
+    return -(values.logprobs * batch.mask).sum()
+
+@lossgate.candidate(own, head="logits")
+def right(inputs, options, mesh): ...
+'''
+
+
+def test_candidates_of_a_file_are_told_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the file has a spec or a property, which are more than data."""
+    monkeypatch.setattr(elsewhere, "PROPERTIES", {"agreement": PROPERTIES["agreement"]})
+    file, own = tmp_path / "kernels.py", tmp_path / "own_spec.py"
+    file.write_text(KERNELS)
+    own.write_text(OWN_SPEC)
+    found = load_candidates(str(file))
+    told = elsewhere.tell_candidates(str(file))
+    assert told is not None
+    module = elsewhere.stand_in(told, "")
+    assert module.__file__ == str(file)
+    assert [replace(one, kernel=len) for one in module.told] == [replace(one, kernel=len) for one in found]
+    assert elsewhere.tell_candidates(str(own)) is None
+    own_property = replace(PROPERTIES["agreement"], check=lambda case: Checked())
+    monkeypatch.setattr(elsewhere, "PROPERTIES", {"own": own_property})
+    assert elsewhere.tell_candidates(str(file)) is None
+
+
+def test_a_kernel_that_another_process_loaded_is_loaded_where_it_is_called(tmp_path: Path) -> None:
+    file = tmp_path / "doubles.py"
+    file.write_text(
+        "import lossgate\n@lossgate.candidate('nll', head='hidden')\ndef doubles(inputs, *_): return 2 * inputs\n"
+    )
+    assert KernelElsewhere(f"{file}:doubles")(21, None, None) == 42
 
 
 def test_a_candidate_pickles_as_the_place_it_is_loaded_from(tmp_path: Path) -> None:

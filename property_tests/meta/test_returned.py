@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernel_bank.cross_entropy import STYLES, make
-from lossgate import CandidateError, Contract, Layout, Outputs, Problem, candidate
+from lossgate import CandidateError, Contract, Layout, Outputs, Problem, UsageError, candidate, example
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell, Verdict
@@ -47,24 +47,12 @@ PROBLEM = Problem(spec="nll", head="hidden", dtype="float32", lengths=(3,), mask
             "returned token_entropy; spec 'nll' has only loss, logprobs",
         ),
         (
-            lambda i: Outputs(loss=i.hidden.sum(), metrics={"acc": torch.tensor(1.0)}),
-            "returned metric 'acc', which spec 'nll' does not have; expected one of entropy, n_seqs",
-        ),
-        (
-            lambda i: Outputs(loss=i.hidden.sum(), metrics={"entrpy": torch.tensor(1.0)}),
-            "returned metric 'entrpy', which spec 'nll' does not have; did you mean 'entropy'?",
-        ),
-        (
             lambda i: Outputs(loss=i.hidden.sum(), metrics={"entropy": torch.ones(1)}),
             "returned metric 'entropy' of shape [1]; expected []",
         ),
         (
             lambda i: Outputs(loss=i.hidden.sum(), metrics={"entropy": "high"}),  # type: ignore[dict-item]
             "returned metric 'entropy' as str; expected a tensor",
-        ),
-        (
-            lambda i: Outputs(loss=i.hidden.sum(), metrics={3: torch.tensor(1.0)}),  # type: ignore[dict-item]
-            "returned metric 3, which spec 'nll' does not have; expected one of entropy, n_seqs",
         ),
         (
             lambda i: Outputs(loss=i.hidden.sum(), metrics=None),  # type: ignore[arg-type]
@@ -80,6 +68,47 @@ def test_what_a_candidate_must_not_return(make_world: MakeWorld, returned: Calla
     with pytest.raises(CandidateError) as error:
         _ = Case(declared, PROBLEM, make_world("single")).result
     assert str(error.value).startswith(f"candidate 'returns' on rank 0 {message}")
+
+
+@pytest.mark.parametrize(
+    ("metric", "way_out"),
+    [
+        ("acc", "expected one of entropy, n_seqs"),
+        ("entrpy", "did you mean 'entropy'?"),
+        (3, "expected one of entropy, n_seqs"),
+        ("loss", "it is no metric: return it as Outputs(loss=...) alone (expected one of entropy, n_seqs"),
+    ],
+)
+def test_a_metric_that_the_spec_does_not_have_is_no_disagreement(
+    make_world: MakeWorld, metric: Any, way_out: str
+) -> None:
+    declared = candidate("nll", head="hidden", name="returns")(
+        lambda inputs, options, mesh: Outputs(loss=inputs.hidden.sum(), metrics={metric: torch.tensor(1.0)})
+    )
+    with pytest.raises(UsageError) as error:
+        run_case(Case(declared, PROBLEM, make_world("single")), PROPERTIES["agreement"])
+    message = f"candidate 'returns' on rank 0 returned metric {metric!r}, which spec 'nll' does not have; {way_out}"
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "message"),
+    [
+        ("clipped_pg", "old_logprobs", "ClippedPgLogprobs has no 'old_logprobs'; here it is 'prev_logprobs' (expected"),
+        (
+            "grpo",
+            "generation_logprobs",
+            "GrpoLogprobs has no 'generation_logprobs'; here it is 'vllm_logprobs' (expect",
+        ),
+        ("nll", "lables", "NllLogprobs has no 'lables'; did you mean 'labels'? (expected one of"),
+    ],
+)
+def test_a_field_that_has_another_name_is_named(spec: str, name: str, message: str) -> None:
+    inputs = example(candidate(spec, head="logprobs", name="k")(lambda *_: torch.tensor(0.0))).inputs()
+    with pytest.raises(AttributeError) as error:
+        getattr(inputs, name)
+    assert str(error.value).startswith(message)
+    assert not hasattr(inputs, "__no_such__")
 
 
 def test_log_probabilities_that_are_declared_differentiable_must_be(make_world: MakeWorld) -> None:

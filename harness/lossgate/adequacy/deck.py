@@ -26,12 +26,13 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.cases.large import is_large, large_shapes
 from lossgate.cases.option_strategies import ForcedOption
-from lossgate.cases.placement import Placement, placements, takes_idle_ranks
+from lossgate.cases.placement import Placement, placements
 from lossgate.declaration.candidate import Candidate
 from lossgate.losses import SPECS
 from lossgate.problems.partition import VocabSplit
 from lossgate.problems.problem import Problem
 from lossgate.specs.coverage_goals import BIAS_GOALS
+from lossgate.specs.option import EMPTY
 from lossgate.specs.sharding_goals import SHARDING_GOALS, covered_sharding_goals, may_reach
 from lossgate.specs.spec import Spec
 
@@ -70,7 +71,7 @@ class Deck:
         self.is_kept = SPECS.get(candidate.spec.name) is candidate.spec
         """Whether it hangs on no code of a user, so that it may be kept on disk."""
         self._drawer = EntryDrawer(candidate, dtype, self.key, self.mutants, self.near)
-        self._idle = takes_idle_ranks(candidate)
+        self._empty = candidate.given(EMPTY.name)
         self._sought: dict[str, Sequence[Entry]] = {}
         self._drawn_for = Counter[str]()
         self._fitted: dict[str, Entry] = {}
@@ -157,7 +158,7 @@ class Deck:
         """
         found: list[Placed] = []
         for entry in entries:
-            for placement in placements(entry.bound.problem, splits, layout, self._idle):
+            for placement in placements(entry.bound.problem, splits, layout, self._empty):
                 fitted = self._fit(entry, placement)
                 partition = placement.partition(fitted.bound.problem)
                 goals = fitted.bound.coverage.union(covered_sharding_goals(partition, fitted.bound.trained))
@@ -215,7 +216,7 @@ class Deck:
 
         def reaches(entry: Entry) -> bool:
             problem = entry.bound.problem
-            partitions = [one.partition(problem) for one in placements(problem, splits, layout, self._idle)]
+            partitions = [one.partition(problem) for one in placements(problem, splits, layout, self._empty)]
             possible = any(may_reach(goal, partition) for partition in partitions)
             return possible and any(goal in placed.goals for placed in self.on(layout, splits, [entry]))
 

@@ -4,7 +4,7 @@
 Drawn problems always do, but an edited file may not.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from lossgate.base.errors import UsageError
 from lossgate.base.layout import Axis
@@ -109,7 +109,7 @@ def _check_supported(candidate: Candidate, problem: Problem, who: str) -> None:
 def _check_excluded(candidate: Candidate, problem: Problem, who: str) -> None:
     """Refuses a problem with a choice that the candidate excludes."""
     chosen = {one.name: [problem.scenario.get(one.name, one.default)] for one in candidate.spec.scenarios}
-    chosen[EMPTY.name] = [*_empty(problem)]
+    chosen[EMPTY.name] = [*problem.partition.empty]
     for name, choices in chosen.items():
         excluded = candidate.excludes[name].choices if name in candidate.excludes else ()
         for choice in choices:
@@ -118,15 +118,6 @@ def _check_excluded(candidate: Candidate, problem: Problem, who: str) -> None:
                     f"{who} declares that it is never given {name} {choice!r}, but the problem has it; remove the "
                     "exclusion from supports, or choose another problem"
                 )
-
-
-def _empty(problem: Problem) -> Iterator[str]:
-    """Yields "sequence" if a sequence has no token, and "rank" if a dp rank has none."""
-    if 0 in problem.lengths:
-        yield "sequence"
-    partition = problem.partition
-    if not all(any(problem.lengths[s] for s in partition.sequences(dp)) for dp in range(problem.layout.dp)):
-        yield "rank"
 
 
 def _check_cotangent(candidate: Candidate, problem: Problem, who: str) -> None:

@@ -13,6 +13,7 @@ from lossgate.base.shape import Shape
 from lossgate.declaration.candidate import Candidate
 from lossgate.problems.problem import Problem
 from lossgate.specs.heads import HEADS
+from lossgate.specs.option import LARGE_SIZES
 
 MANY_TOKENS = Shape(tokens=2085, vocab=13, width=8, sequences=4)
 """Its tokens are more than 2,048, and no multiple of any block size."""
@@ -25,11 +26,14 @@ logits overflows."""
 
 
 def large_shapes(candidate: Candidate) -> Sequence[Shape]:
-    """Returns the large shapes on which a candidate may fail."""
+    """Returns the large shapes on which a candidate may fail, and that it does not leave out."""
+    given = candidate.given(LARGE_SIZES.name)
+    shapes = {"tokens": MANY_TOKENS, "sequences": MANY_SEQUENCES, "vocabulary": LARGE_VOCABULARY}
     if candidate.spec.trained_dim == "sequence":
-        return (MANY_SEQUENCES,)
-    vocabulary = (LARGE_VOCABULARY,) if candidate.starts_at.has_logits else ()
-    return (MANY_TOKENS, MANY_SEQUENCES, *vocabulary)
+        del shapes["tokens"], shapes["vocabulary"]
+    elif not candidate.starts_at.has_logits:
+        del shapes["vocabulary"]
+    return [shape for name, shape in shapes.items() if name in given]
 
 
 LARGE = 1 << 20

@@ -36,13 +36,11 @@ class Placement:
     vocab_split: VocabSplit
     pad_to_multiple: int = 1
     reduction_order: ReductionOrder = "rank"
-    idle: bool = True
-    """Whether dp ranks may be without a token."""
+    empty: tuple[str, ...] = EMPTY.choices
+    """What may be empty: choices of scenario ``EMPTY``."""
 
     def fits(self, problem: Problem) -> bool:
-        """Returns whether the vocabulary allows the split, and each dp rank has a token if it must
-        have one.
-        """
+        """Returns whether the vocabulary allows the split, and nothing is empty that may not be."""
         tp, vocab = self.layout.tp, problem.vocab
         if self.vocab_split == "even" and vocab % tp:
             return False
@@ -51,11 +49,8 @@ class Placement:
         return self.fills(problem)
 
     def fills(self, problem: Problem) -> bool:
-        """Returns whether each dp rank has a token, or need not have one."""
-        if self.idle:
-            return True
-        partition = self.partition(problem)
-        return all(any(problem.lengths[s] for s in partition.sequences(dp)) for dp in range(self.layout.dp))
+        """Returns whether no rank and no shard is empty that may not be."""
+        return self.empty == EMPTY.choices or {*self.partition(problem).empty} <= {*self.empty}
 
     def vocab_of(self, problem: Problem) -> int:
         """Returns the size of the vocabulary on the layout. An even split may make it larger."""
@@ -83,11 +78,11 @@ class Placement:
         in the order of ranks. The vocabulary is split "balanced" if ``splits`` has that. Otherwise
         its split stays.
         """
-        return Placement(self.layout, "balanced" if "balanced" in splits else self.vocab_split, idle=self.idle)
+        return Placement(self.layout, "balanced" if "balanced" in splits else self.vocab_split, empty=self.empty)
 
 
 def placements(
-    problem: Problem, splits: Sequence[VocabSplit], layout: Layout, idle: bool = True
+    problem: Problem, splits: Sequence[VocabSplit], layout: Layout, empty: tuple[str, ...] = EMPTY.choices
 ) -> Iterator[Placement]:
     """Yields the placements of an unsharded problem on a layout, one for each split that fits.
 
@@ -98,13 +93,13 @@ def placements(
         problem: the problem without a layout.
         splits: the allowed splits of the vocabulary.
         layout: the layout.
-        idle: whether dp ranks may be without a token.
+        empty: what may be empty.
     """
     chosen = Random(f"{problem.seed} {layout}")
     padding, order = chosen.choice(_MULTIPLES), chosen.choice(ORDERS)
     grows = tuple(splits) == ("even",)
     for split in splits if layout.tp > 1 else splits[:1]:
-        placement = Placement(layout, split, padding, order, idle)
+        placement = Placement(layout, split, padding, order, empty)
         fits = placement.fills(problem) if grows else placement.fits(problem)
         if fits:
             yield placement
@@ -138,10 +133,10 @@ def sample_problems(candidate: Candidate, layout: Layout, dtype: str, count: int
     """Draws up to ``count`` problems on a layout, the same for the same seed. Problems that do not
     fit the layout are left out.
     """
-    splits, idle = splits_of(candidate), takes_idle_ranks(candidate)
+    splits, empty = splits_of(candidate), candidate.given(EMPTY.name)
     found: list[Problem] = []
     for problem in Draws(candidate, dtype, str(seed), count).all():
-        if fitting := list(placements(problem, splits, layout, idle)):
+        if fitting := list(placements(problem, splits, layout, empty)):
             found.append(Random(f"{problem.seed} split").choice(fitting).put(problem))
     return found
 

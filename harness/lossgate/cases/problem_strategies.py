@@ -209,7 +209,7 @@ def _cut(draw: DrawFn, candidate: Candidate, tokens: int) -> tuple[int, ...]:
     token. If only ranks must have tokens, a group of empty sequences may come first.
     """
     most, may_be_empty, group = draw(_SEQUENCES), candidate.given(EMPTY.name), candidate.spec.group_size
-    if len(may_be_empty) == len(EMPTY.choices):
+    if {"sequence", "rank"} <= {*may_be_empty}:
         return draw(lengths(tokens, most))
     count = max(group, min(most, tokens) // group * group)
     cut = tuple(length + 1 for length in draw(lengths(max(tokens - count, 0), count, count)))

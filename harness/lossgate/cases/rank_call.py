@@ -136,6 +136,7 @@ class RankCall:
         Raises:
             CandidateError: if the kernel breaks its declared interface, or itself calls lossgate
                 wrongly.
+            UsageError: if the spec does not have a metric that the kernel returned.
         """
         rank, device = self.context.rank, self.context.device
         try:
@@ -245,8 +246,9 @@ class RankTask:
         Raises:
             CandidateError: if the kernel breaks its declared interface, or itself calls lossgate
                 wrongly.
-            UsageError: if the kernel can't import something, or if a module lacks something, as
-                another version of it does. That says nothing of the kernel's loss.
+            UsageError: if the kernel can't import something, if a module lacks something, as
+                another version of it does, or if the spec does not have a metric that the kernel
+                returned. That says nothing of the kernel's loss.
         """
         options = self.candidate.spec.bind(self.options).options
         try:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.base.errors import CandidateError
+from lossgate.base.errors import CandidateError, UsageError
 from lossgate.base.spelling import nearest
 from lossgate.declaration.candidate import Candidate, Outputs
 from lossgate.numerics.float_formats import TORCH_DTYPES
@@ -42,6 +42,7 @@ def check_returned(
         CandidateError: if a type, shape, dtype or device is not as declared; if the spec does not
             have an output; if a required output is missing; or if an output that is declared
             differentiable has no graph.
+        UsageError: if the spec does not have a metric. That says nothing of the kernel's loss.
     """
     who = f"candidate {candidate.name!r} on rank {rank}"
     if isinstance(returned, Tensor):
@@ -128,9 +129,10 @@ def _metrics(returned: Outputs, candidate: Candidate, who: str) -> dict[str, tup
         )
     for name in returned.metrics:
         if name not in spec.metrics:
-            raise CandidateError(
+            own = f"it is no metric: return it as Outputs({name}=...) alone" if name in spec.outputs else ""
+            raise UsageError(
                 f"{who} returned metric {name!r}, which spec {spec.name!r} does not have; "
-                f"{nearest(str(name), spec.metrics)}"
+                f"{nearest(str(name), spec.metrics, own)}"
             )
     return {f"metric {name!r}": (metric, ()) for name, metric in returned.metrics.items()}
 

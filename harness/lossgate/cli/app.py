@@ -92,17 +92,17 @@ def _imports_first() -> Generator[None]:
     Ranks of torchrun import the files directly.
     """
     from lossgate.base.launch import launch_of_torchrun
-    from lossgate.declaration.modules import before_imports
+    from lossgate.declaration.modules import StandIn, before_imports
 
     with ExitStack() as stack:
 
-        def first(location: str) -> None:
+        def first(location: str) -> StandIn | None:
             from lossgate.engine.first_import import end_ready, import_first
 
             if parent_process() is not None:  # this is the other process, a copy of the first one
-                return
+                return None
             stack.callback(end_ready)
-            import_first(location, say)
+            return import_first(location, say)
 
         if launch_of_torchrun() is None:
             stack.enter_context(before_imports(first))

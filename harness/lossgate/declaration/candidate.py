@@ -269,10 +269,10 @@ def candidate(
         exempt: the properties to which it is not held, and why, as in ``{"strided-inputs": "the
             trainer gives contiguous tensors"}``; see ``lossgate list``. The verdict and evidence
             name them.
-        refuses: the kinds of bad input for which it raises an error: "labels" for a label of a
-            trained token that is not in the vocabulary, and "shapes" for labels or ids that are one
-            token too short. Property "bad-inputs" checks that it does. By default it may do
-            anything with such input.
+        refuses: a tuple of the kinds of bad input for which it raises an error: "labels" for a
+            label of a trained token that is not in the vocabulary, and "shapes" for labels or ids
+            that are one token too short. Property "bad-inputs" checks that it does. By default,
+            ``()``, it may do anything with such input.
         budgets: the memory and traffic that a call may use; property "budgets" checks them.
         name: by default the function's.
 

@@ -4,7 +4,7 @@
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,19 @@ from lossgate.specs.spec import Spec
 _AT_IMPORT = "outside of functions and of if __name__ == '__main__', which an import does not run"
 
 
-def load_candidates(target: str) -> list[Candidate]:
+def load_candidates(target: str, *, here: bool = False) -> list[Candidate]:
     """Loads candidates, in the order of their definition.
 
     Args:
         target: ``file.py`` or ``package.module`` for all, ``file.py:name`` or
             ``package.module:name`` for one.
+        here: whether this process must import them, and another may not tell of them.
 
     Raises:
         UsageError: if there is no such file, module or candidate, or it cannot be imported.
     """
     location, name = _split(target)
-    found = _candidates_in(location)
+    found = _candidates_in(location, here=here)
     if not found:
         way_out = f"decorate a kernel with @lossgate.candidate(...), {_AT_IMPORT}"
         raise UsageError(f"{location}: no candidate in it; {way_out}")
@@ -67,7 +68,7 @@ def _place(candidate: Candidate) -> tuple[str, str]:
     module's name or by another path.
     """
     location, _, name = candidate.source.rpartition(":")
-    file = getattr(load_module(location), "__file__", None)
+    file = getattr(load_module(location, here=False), "__file__", None)
     return str(Path(file).resolve()) if file else location, name
 
 
@@ -107,7 +108,7 @@ def load_declared(target: str) -> tuple[list[Candidate], list[Spec]]:
         UsageError: if there is neither.
     """
     location, name = _split(target)
-    candidates, specs = _candidates_in(location), _specs_in(location)
+    candidates, specs = _candidates_in(location, here=True), _specs_in(location)
     if name and name not in candidates and name not in specs:
         raise UsageError(
             f"{location}: no candidate or spec named {name!r}; {nearest(name, dict.fromkeys((*candidates, *specs)))}"
@@ -129,8 +130,8 @@ def _split(target: str) -> tuple[str, str]:
     return location, name
 
 
-def _candidates_in(location: str) -> dict[str, Candidate]:
-    module = load_module(location)
+def _candidates_in(location: str, *, here: bool) -> dict[str, Candidate]:
+    module = load_module(location, here=here)
     kept = [value for value in kept_in(module) if isinstance(value, Candidate)]
     made = made_in(module)
     unchanged = [one.what for one in made if not _is_changed(one.what, kept)]
@@ -209,6 +210,8 @@ def check_source(candidate: Candidate) -> None:
     Raises:
         UsageError: if the candidate's source does not hold it.
     """
+    if isinstance(candidate.kernel, KernelElsewhere):  # another process has found it in its source
+        return
     location = candidate.source.rpartition(":")[0]
     if not _is_loadable(location):
         raise UsageError(
@@ -265,5 +268,17 @@ def _code(function: Any) -> Any:
 
 @cache
 def _load_candidate(location: str, name: str) -> Candidate:
-    (candidate,) = load_candidates(f"{location}:{name}")
+    (candidate,) = load_candidates(f"{location}:{name}", here=True)
     return candidate
+
+
+@dataclass(frozen=True)
+class KernelElsewhere:
+    """The kernel of a candidate whose file another process has imported. It is loaded if this
+    process calls it.
+    """
+
+    source: str
+
+    def __call__(self, *given: Any) -> Any:
+        return load_candidate(self.source).kernel(*given)

@@ -21,12 +21,17 @@ from zlib import crc32
 from lossgate.base.errors import UsageError
 from lossgate.base.spelling import shown
 
-_before: list[Callable[[str], object]] = []
+StandIn = Callable[[], ModuleType]
+"""Returns a module that has the candidates of a location, and that is not the location itself."""
+
+_before: list[Callable[[str], StandIn | None]] = []
 """Functions that are called with each location before it is imported."""
+_stand_ins: dict[str, StandIn | None] = {}
+"""What these functions have returned, by location."""
 
 
 @contextmanager
-def before_imports(check: Callable[[str], object]) -> Generator[None]:
+def before_imports(check: Callable[[str], StandIn | None]) -> Generator[None]:
     """Calls a function with each file or module before this process imports it.
 
     Args:
@@ -37,20 +42,25 @@ def before_imports(check: Callable[[str], object]) -> Generator[None]:
         yield
     finally:
         _before.remove(check)
+        _stand_ins.clear()
 
 
-def load_module(location: str) -> ModuleType:
+def load_module(location: str, *, here: bool = True) -> ModuleType:
     """Loads a file ending in .py, once, or a module by its name.
+
+    Args:
+        location: the file or module.
+        here: whether this process must import it. Else what stands in for it will do.
 
     Raises:
         UsageError: if there is no such file or module, or it can't be imported.
     """
     if location.endswith(".py"):
-        return _load_file(Path(location))
+        return _load_file(Path(location), here=here)
     if not all(part.isidentifier() for part in location.split(".")):
         raise _no_such_module(location)
-    if location not in sys.modules:
-        _check(location)
+    if location not in sys.modules and (stand_in := _check(location)) is not None and not here:
+        return stand_in()
     try:
         with _guarded(location):
             module = importlib.import_module(location)
@@ -64,9 +74,12 @@ def load_module(location: str) -> ModuleType:
     return module
 
 
-def _check(location: str) -> None:
+def _check(location: str) -> StandIn | None:
+    """Calls the functions of ``before_imports``, once. Returns what stands in for a location."""
     for check in _before:
-        check(location)
+        if location not in _stand_ins:
+            _stand_ins[location] = check(location)
+    return _stand_ins.get(location)
 
 
 def _no_such_module(location: str) -> UsageError:
@@ -97,7 +110,7 @@ def _unsearched(location: str) -> str:
     return f". {top} lies in this folder, where Python does not look: install it, or set PYTHONPATH=."
 
 
-def _load_file(file: Path) -> ModuleType:
+def _load_file(file: Path, *, here: bool) -> ModuleType:
     if file.is_dir():
         raise UsageError(f"{file}: is a folder; name a file in it")
     if not file.is_file():
@@ -105,7 +118,8 @@ def _load_file(file: Path) -> ModuleType:
     name = f"lossgate_candidates_{file.stem}_{crc32(str(file.resolve()).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
-    _check(str(file))
+    if (stand_in := _check(str(file))) is not None and not here:
+        return stand_in()
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

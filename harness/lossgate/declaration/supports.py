@@ -32,7 +32,7 @@ _EXAMPLE = "lossgate.Excluded('extreme', because='the trainer clamps log-ratios'
 
 @dataclass(frozen=True, init=False)
 class Excluded:
-    """In ``supports``: choices of a scenario that the kernel is never given, and why.
+    """In ``supports``: choices of a scenario that are left out, and why.
 
     For example::
 
@@ -44,7 +44,7 @@ class Excluded:
 
     Args:
         choices: the choices that are left out.
-        because: why the kernel is never given them, in one line.
+        because: why, such as that the kernel is never given them, in one line.
 
     Raises:
         UsageError: if no choice is given, or no reason.
@@ -98,6 +98,11 @@ def _excluded(situation: Option, given: Argument) -> Excluded:
     )
     for choice in excluded.choices:
         given.known(choice, known, "the scenario has no choice")
+        left = [one for one in dict.fromkeys(situation.choices) if one not in excluded.choices]
+        if choice in situation.on_request and left:
+            raise given.error(
+                f"it leaves out nothing: problems have {choice!r} only if {', '.join(left)} is left out; name that, too"
+            )
     # The default of scenario "empty" is none of its choices, and is left if all of these are
     # excluded.
     if situation.default in known and set(known) <= set(excluded.choices):

@@ -56,10 +56,12 @@ class CellKey(Struct, frozen=True, order=True, array_like=True):
         """Returns whether a pattern matches the name of the cell or the name of its candidate.
 
         ``*`` stands for any text and ``?`` for any character. Brackets stand for themselves,
-        because names of cells have them: ``nll_*[*tp=2*]``.
+        because names of cells have them: ``nll_*[*tp=2*]``. The last bracket may be left out, as in
+        ``*float32``.
         """
         literal = pattern.replace("[", "[[]")  # to fnmatch, this is a bracket and no set of characters
-        return any(fnmatchcase(name, literal) for name in (str(self), self.candidate))
+        names = (str(self), str(self).partition("]")[0], self.candidate)
+        return any(fnmatchcase(name, literal) for name in names)
 
     @builtins.property
     def place(self) -> str:

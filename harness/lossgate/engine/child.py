@@ -215,7 +215,7 @@ class Child:
 
     @property
     def printed(self) -> str:
-        """The output of the last job, up to a limit, without the output of imports."""
+        """The output of the last job, up to a limit."""
         try:
             with Path(self.folder, _PRINTED).open(errors="replace") as file:
                 return file.read(_MOST_PRINTED)
@@ -288,9 +288,9 @@ def _run(job: Job) -> tuple[Any, int]:
     """Runs a job. Returns its result or exception, and the number of threads left running."""
     threads = threading.active_count()
     current_case.none_yet()
+    forget_printed()
     try:
         job.load()
-        _forget_printed()
         before = LeftBehind.capture()
         try:
             answer = job.run()
@@ -303,7 +303,7 @@ def _run(job: Job) -> tuple[Any, int]:
     return answer, threading.active_count() - threads
 
 
-def _forget_printed() -> None:
+def forget_printed() -> None:
     """Empties the file for the output, if there is one."""
     sys.stdout.flush()
     with suppress(OSError):

@@ -2,18 +2,21 @@
 """Imports files of users in another process, before this one imports them.
 
 A file may end the process that imports it, for example by a segmentation fault in a library. The
-extra import costs a run no time: the process goes on as the first in which cells run, and would
-have imported the file anyway.
+process goes on as the first in which cells run. It tells of the candidates that it found, so that
+this process imports the file itself only if it must.
 """
 
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 
 from lossgate.base.errors import UsageError
 from lossgate.declaration.loading import absolute_source
+from lossgate.declaration.modules import StandIn
 from lossgate.engine.child import Child, ChildDied
+from lossgate.engine.elsewhere import stand_in
 from lossgate.engine.jobs import ImportJob
 
 _PATIENCE = 10.0
@@ -22,12 +25,15 @@ _ready = list[Child]()
 """The process that has imported files, until cells take it. There is at most one."""
 
 
-def import_first(location: str, say: Callable[[str], None]) -> None:
+def import_first(location: str, say: Callable[[str], None]) -> StandIn | None:
     """Imports a file or module in another process. ``take_child`` then returns the process.
 
     Args:
         location: as for ``load_module``.
         say: is called with a line if the import takes long.
+
+    Returns:
+        What stands in for the location; None if this process must import it.
 
     Raises:
         UsageError: if the import ends the process. Other errors are not raised here, because this
@@ -41,12 +47,14 @@ def import_first(location: str, say: Callable[[str], None]) -> None:
         say(f"{location} is still being imported after {_PATIENCE:.0f} s")
     try:
         with suppress(UsageError):
-            child.result()
+            told = child.result()
+            return None if told is None else cache(partial(stand_in, told, child.printed))
     except ChildDied as died:
         raise UsageError(
             f"{location}: can't be imported: the process that tried {_how(died, location)}; "
             f"see what {_by_hand(location)} does"
         ) from None
+    return None
 
 
 def take_child() -> Child:

@@ -15,7 +15,8 @@ from lossgate.engine.advice import with_todo
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.cell_record import CellRecord
-from lossgate.engine.child import News, tell
+from lossgate.engine.child import News, forget_printed, tell
+from lossgate.engine.elsewhere import tell_candidates
 from lossgate.engine.own_mistakes import said_by
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
@@ -59,6 +60,7 @@ class _InCell:
     def load(self) -> None:
         for source in self.sources:
             load_candidate(source)
+        forget_printed()  # what imports print is no output of kernels
 
 
 @dataclass(frozen=True)
@@ -78,15 +80,15 @@ class CellJob(_InCell):
 
 @dataclass(frozen=True)
 class ImportJob:
-    """Imports a file or module of candidates, and runs none."""
+    """Imports a file or module of candidates, and tells of them. It runs none."""
 
     location: str
 
     def load(self) -> None:
         load_candidates(self.location)
 
-    def run(self) -> None:
-        return
+    def run(self) -> bytes | None:
+        return tell_candidates(self.location)
 
 
 @dataclass(frozen=True)

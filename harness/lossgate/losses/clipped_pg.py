@@ -23,8 +23,8 @@ from lossgate.losses.shared.policy_gradients import (
     NEAR,
     OVERFLOW,
     RATIOS,
+    RATIOS_EXTREME,
     REFERENCE,
-    UNDERFLOW,
     Span,
     clip_goals,
     clip_spans,
@@ -33,6 +33,7 @@ from lossgate.losses.shared.policy_gradients import (
     draw_filtered_before,
     draw_in_spans,
     draw_reference_logprobs,
+    extreme_spans,
     on_tokens,
     scattered,
 )
@@ -240,9 +241,13 @@ class ClippedPgOptions(FilterOptions, ClippedPgLossOptions):
 class ClippedPgBatch(Batch):
     """The fields that the spec adds to a packed batch."""
 
-    prev_logprobs: Tensor = field("token", "log-probabilities of the labels, of the policy before the update")
+    prev_logprobs: Tensor = field(
+        "token", "log-probabilities of the labels, of the policy before the update", elsewhere=("old_logprobs",)
+    )
     generation_logprobs: Tensor = field(
-        "token", "log-probabilities of the labels, of the policy that generated the tokens"
+        "token",
+        "log-probabilities of the labels, of the policy that generated the tokens",
+        elsewhere=("vllm_logprobs",),
     )
     reference_logprobs: Tensor = field("token", "log-probabilities of the labels, of the reference policy")
     advantages: Tensor = field("token", "the advantage of each token")
@@ -290,7 +295,7 @@ def _log_ratios(context: FieldContext) -> Tensor:
         "on-policy": [(0.0, 0.0)],
         # Large ratios, times exp of the distance to a far reference, stay within float32.
         # Beyond that, right kernels multiply 0 by infinity.
-        "extreme": [*UNDERFLOW, (10.0, 20.0), (28.0, 34.0), spans["inside"]],
+        "extreme": [*extreme_spans(context, (28.0, 34.0)), spans["inside"]],
     }
     chosen = scenario[context.scenario["ratios"]]
     if not o.sequence_level_importance_ratios:
@@ -456,7 +461,7 @@ def _metrics(values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptio
     uses=("logprobs", "unfiltered"),
     draw=_draw,
     trained=trained_tokens,
-    scenarios=(RATIOS, ADVANTAGES, ADVANTAGES_PER, REFERENCE, _GENERATION, SAMPLES),
+    scenarios=(RATIOS, RATIOS_EXTREME, ADVANTAGES, ADVANTAGES_PER, REFERENCE, _GENERATION, SAMPLES),
     kinks=True,
     stop_gradient=True,
     extra_metrics=_metrics,

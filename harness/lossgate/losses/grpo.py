@@ -18,8 +18,8 @@ from lossgate.losses.shared.policy_gradients import (
     GENERATION,
     NEAR,
     RATIOS,
+    RATIOS_EXTREME,
     REFERENCE,
-    UNDERFLOW,
     Span,
     clip_goals,
     clip_spans,
@@ -28,6 +28,7 @@ from lossgate.losses.shared.policy_gradients import (
     draw_filtered_before,
     draw_in_spans,
     draw_reference_logprobs,
+    extreme_spans,
     scattered,
 )
 from lossgate.problems.batch import GlobalBatch
@@ -35,6 +36,7 @@ from lossgate.specs.coverage_goals import AtLeast, CoverageGoal
 from lossgate.specs.declare import spec
 from lossgate.specs.field_context import FieldContext
 from lossgate.specs.logit_filter import FilterOptions, labels_stay
+from lossgate.specs.option import Option
 from lossgate.specs.outputs import Metric
 from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import Options, field, option
@@ -180,14 +182,27 @@ class GrpoOptions(FilterOptions, GrpoLossOptions):
 class GrpoBatch(Batch):
     """The fields that the spec adds to a packed batch."""
 
-    old_logprobs: Tensor = field("token", "log-probabilities of the labels, of the policy before the update")
+    old_logprobs: Tensor = field(
+        "token", "log-probabilities of the labels, of the policy before the update", elsewhere=("prev_logprobs",)
+    )
     reference_logprobs: Tensor = field("token", "log-probabilities of the labels, of the reference policy")
     vllm_logprobs: Tensor = field(
         "token",
         "log-probabilities of the labels, of the engine that sampled the tokens; "
         "NaN at a token means that it is not known",
+        elsewhere=("generation_logprobs",),
     )
     advantages: Tensor = field("token", "the advantage of each token")
+
+
+_GENERATION_EVERYWHERE = Option(
+    name="generation_everywhere",
+    meaning="what problems with generation 'everywhere' have beside ratios on every side of the bounds: ratios beyond "
+    "10 nats (far), tokens whose log-probability the generating policy did not give (NaN), both or neither",
+    default="both",
+    choices=("both",),
+    on_request=("far", "not known", "neither"),
+)
 
 
 def _draw(context: FieldContext) -> dict[str, Tensor]:
@@ -199,12 +214,13 @@ def _draw(context: FieldContext) -> dict[str, Tensor]:
         "on-policy": [(0.0, 0.0)],
         # Large ratios, times exp of the distance to a far reference, stay within float32.
         # Beyond that, right kernels multiply 0 by infinity.
-        "extreme": [*UNDERFLOW, (10.0, 20.0), (30.0, 42.0), spans["inside"]],
+        "extreme": [*extreme_spans(context, (30.0, 42.0)), spans["inside"]],
     }
     chosen = ratios[context.scenario["ratios"]]
     old = context.logprobs - draw_in_spans(context.streams, "ratios", context.tokens, chosen)
     vllm = old - _log_rho(context)
-    share_unknown = 0.1 if context.scenario["generation"] == "everywhere" else 0.0
+    may_be_unknown = context.scenario["generation_everywhere"] in ("both", "not known")
+    share_unknown = 0.1 if may_be_unknown and context.scenario["generation"] == "everywhere" else 0.0
     unknown = context.streams.uniform("unknown", context.tokens) < share_unknown
     return {
         "old_logprobs": draw_filtered_before(context, old),
@@ -215,13 +231,15 @@ def _draw(context: FieldContext) -> dict[str, Tensor]:
 
 
 def _log_rho(context: FieldContext) -> Tensor:
-    """Draws log p_old - log p_vllm, ``[tokens]``. In scenario "everywhere" they lie on every side
-    of the bounds of mask and clamp, and of the original's +-10 nats.
+    """Draws log p_old - log p_vllm, ``[tokens]``. If generation is "everywhere", they lie on every
+    side of the bounds of mask and clamp, and of the original's +-10 nats.
     """
     o: GrpoOptions = context.options
     low = o.rho_mask_lower_bound or o.rho_clamp_lower_bound or 0.3
     high = o.rho_mask_upper_bound or o.rho_clamp_upper_bound or 3.0
-    beyond = [*clip_spans(log(low), log(max(high, 1.05))).values(), (11.0, 12.0), (-12.0, -11.0)]
+    beyond = [*clip_spans(log(low), log(max(high, 1.05))).values()]
+    if context.scenario["generation_everywhere"] in ("both", "far"):
+        beyond += [(11.0, 12.0), (-12.0, -11.0)]
     scenario: dict[str, Sequence[Span]] = {"near": NEAR, "equal": [(0.0, 0.0)], "everywhere": beyond}
     chosen = scenario[context.scenario["generation"]]
     if (o.rho_mask_sequence_level or o.rho_mask_tv_divergence) and context.scenario["generation"] != "equal":
@@ -312,7 +330,7 @@ def _metrics(values: TokenValues, batch: GrpoBatch, options: GrpoOptions) -> dic
     heads=("hidden", "logits", "logprobs"),
     uses=("logprobs", "unfiltered"),
     draw=_draw,
-    scenarios=(RATIOS, ADVANTAGES, ADVANTAGES_PER, REFERENCE, GENERATION),
+    scenarios=(RATIOS, RATIOS_EXTREME, ADVANTAGES, ADVANTAGES_PER, REFERENCE, GENERATION, _GENERATION_EVERYWHERE),
     kinks=True,
     stop_gradient=True,
     extra_metrics=_metrics,
@@ -354,14 +372,16 @@ def _metrics(values: TokenValues, batch: GrpoBatch, options: GrpoOptions) -> dic
             },
         ),
         "rho beyond 10 nats": CoverageGoal(
-            meaning="an importance weight whose logarithm is clamped", unreachable_if={**_OF_TOKENS, **_NEVER_BEYOND}
+            meaning="an importance weight whose logarithm is clamped",
+            unreachable_if={**_OF_TOKENS, **_NEVER_BEYOND, "generation_everywhere": ("not known", "neither")},
         ),
         "signs differ beyond the bounds of tv": CoverageGoal(
             meaning="a sequence whose tv is out of bounds, with weights above 1 and weights below",
             unreachable_if={**_UNCORRECTED, **_NEVER_BEYOND, "rho_mask_tv_divergence": (False,)},
         ),
         "sampler's log-prob not known": CoverageGoal(
-            meaning="a NaN among the sampler's log-probabilities", unreachable_if={**_UNCORRECTED, **_NEVER_BEYOND}
+            meaning="a NaN among the sampler's log-probabilities",
+            unreachable_if={**_UNCORRECTED, **_NEVER_BEYOND, "generation_everywhere": ("far", "neither")},
         ),
         "KL input clamped": CoverageGoal(
             meaning="a log-ratio to the reference beyond 40 nats, where it is clamped",

@@ -132,6 +132,19 @@ class Partition:
         end = start + count + (dp_rank < extra)
         return range(start * self.group_size, end * self.group_size)
 
+    @property
+    def empty(self) -> tuple[str, ...]:
+        """What is empty: "sequence" if one has no token, "rank" if a dp rank has none, and "shard"
+        if a tp rank has no row of the vocabulary.
+        """
+        of_dp = (self.sequences(rank) for rank in range(self.layout.dp))
+        found = {
+            "sequence": 0 in self.lengths,
+            "rank": not all(any(self.lengths[one] for one in sequences) for sequences in of_dp),
+            "shard": not all(shard.rows for shard in self.vocab_shards),
+        }
+        return tuple(name for name, there in found.items() if there)
+
     @cached_property
     def token_shards(self) -> dict[tuple[int, int], Tensor]:
         """``(dp rank, cp rank) -> `` the rank's positions in the padded pack, in the order in which

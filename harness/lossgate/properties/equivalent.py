@@ -13,7 +13,7 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.materialize import lay_out
 from lossgate.cases.oracle import Oracle
-from lossgate.cases.placement import PlacedProblem, Placement, takes_idle_ranks
+from lossgate.cases.placement import PlacedProblem, takes_idle_ranks
 from lossgate.cases.reference import DenseRun
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.supports import ANY
@@ -66,8 +66,7 @@ def _turned(problem: Problem) -> tuple[list[int], Problem]:
 def _may_be_turned(case: Case) -> bool:
     """Returns whether each dp rank has a token in that order, if the candidate needs one."""
     _, turned = _turned(case.problem)
-    idle = takes_idle_ranks(case.candidate)
-    fills = Placement(turned.layout, turned.vocab_split, turned.pad_to_multiple, idle=idle).fills(turned)
+    fills = takes_idle_ranks(case.candidate) or "rank" not in turned.partition.empty
     return fills and not case.candidate.conventions.calls_need_training
 
 

@@ -18,7 +18,7 @@ from lossgate.reports.shown_verdict import STYLES, ShownVerdict, share
 NOT_DISTINGUISHED = "Not distinguished: a kernel that takes one of these choices for another would have passed."
 EXEMPT = "Not held to these properties, as the candidates declare:"
 CONVENTIONS = "Judged for what they still promise under these conventions, which the candidates declare:"
-EXCLUDED = "Not verified, because the candidates declare that they are never given such problems:"
+EXCLUDED = "Not verified, because the candidates leave out such problems:"
 _NAMED = 3
 """The most candidates that are named."""
 

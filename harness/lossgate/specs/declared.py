@@ -13,7 +13,7 @@ from lossgate.base.names import DTYPES, nearest_dtype
 from lossgate.specs.coverage_goals import BIAS_GOALS, TOKEN_GOALS, CoverageGoal
 from lossgate.specs.heads import HEADS
 from lossgate.specs.logit_filter import FILTER_GOALS, FilterOptions
-from lossgate.specs.option import COMMON_OPTIONS, EMPTY, Option, options_of
+from lossgate.specs.option import COMMON_OPTIONS, OF_SIZES, Option, options_of
 from lossgate.specs.outputs import RETURNED, Metric, Reduction
 from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import Field, fields_of
@@ -189,8 +189,8 @@ def _options(given: Arguments) -> tuple[Option, ...]:
     except UsageError as error:
         raise argument.error(str(error)) from None
     for option in options:
-        if option.name in (*COMMON_OPTIONS, EMPTY.name):
-            what = "a scenario" if option.name == EMPTY.name else "an option"
+        if option.name in (*COMMON_OPTIONS, *OF_SIZES):
+            what = "a scenario" if option.name in OF_SIZES else "an option"
             raise argument.error(f"every spec has {what} {option.name!r} already; give it another name")
     return options
 
@@ -269,7 +269,7 @@ def _scenarios(given: Arguments, options: Sequence[Option]) -> tuple[Option, ...
     argument = given["scenarios"]
     if not isinstance(argument.value, tuple) or not all(isinstance(one, Option) for one in argument.value):
         raise argument.error("expected a tuple of lossgate.Option(name=..., ...)")
-    taken = {*COMMON_OPTIONS, EMPTY.name, *_names(options)}
+    taken = {*COMMON_OPTIONS, *OF_SIZES, *_names(options)}
     for scenario in argument.value:
         own = _parts(given, f"scenario {scenario.name!r}: Option(", scenario)
         own["name"].words()
@@ -314,7 +314,7 @@ def _goals(given: Arguments, options: Sequence[Option], scenarios: Sequence[Opti
     argument = given["goals"]
     goals = argument.mapping("{'clipped': lossgate.CoverageGoal(meaning=..., reached=...)}")
     of_scenarios = {f"{scenario.name}: {choice}" for scenario in scenarios for choice in scenario.choices}
-    situations = [*_names(options), *COMMON_OPTIONS, EMPTY.name, *_names(scenarios)]
+    situations = [*_names(options), *COMMON_OPTIONS, *OF_SIZES, *_names(scenarios)]
     for name, own in argument.items():
         if not isinstance(name, str) or not name.strip():
             raise argument.error(f"the name of a goal is {name!r}; expected words")

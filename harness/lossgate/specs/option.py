@@ -95,11 +95,20 @@ COMMON_OPTIONS: Mapping[str, Option] = MappingProxyType(
 
 EMPTY = Option(
     name="empty",
-    meaning="what may be empty: a sequence, which then has no token; or a dp rank, whose sequences then are all empty",
+    meaning="what may be empty: a sequence, which then has no token; a dp rank, whose sequences then are all empty; or "
+    "a shard, a tp rank that then has no row of the vocabulary, as vocab_split 'chunked' gives",
     default="nothing",
-    choices=("sequence", "rank"),
+    choices=("sequence", "rank", "shard"),
 )
-"""A scenario of every spec. Its choices come with sizes and layouts, and are not drawn."""
+LARGE_SIZES = Option(
+    name="large",
+    meaning="what may be large in a problem: thousands of tokens, dozens of sequences, or a vocabulary of more rows "
+    "than int16 counts",
+    default="nothing",
+    choices=("tokens", "sequences", "vocabulary"),
+)
+OF_SIZES = {EMPTY.name: EMPTY, LARGE_SIZES.name: LARGE_SIZES}
+"""The scenarios of every spec. Their choices come with sizes and layouts, and are not drawn."""
 
 
 _ENOUGH = 8

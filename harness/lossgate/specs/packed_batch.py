@@ -8,12 +8,13 @@ The inputs of a spec at a head are the fields of its batch class and the leaves 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from lossgate.base.errors import UsageError
+from lossgate.base.spelling import nearest
 from lossgate.specs.record import Field, Record, built_in_field, fields_of
 
 
@@ -88,6 +89,16 @@ class Batch(Record):
         made = object.__new__(cls)
         vars(made).update(fields)
         return made
+
+    if not TYPE_CHECKING:  # else type checkers would take any name
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):  # Python itself asks
+                raise AttributeError(name)
+            known = vars(self)
+            same = [own for own, one in fields_of(type(self)).items() if name in one.elsewhere]
+            hint = f"here it is {same[0]!r}" if same else ""
+            raise AttributeError(f"{type(self).__name__} has no {name!r}; {nearest(name, known, hint)}")
 
     @property
     def lengths(self) -> Tensor:

@@ -41,6 +41,7 @@ def field(
     count: Any = None,
     unshifted: bool = False,
     unused: bool = False,
+    elsewhere: tuple[str, ...] = (),
 ) -> Any:
     """Declares an input of a spec, as the value of a field of its batch class.
 
@@ -64,6 +65,8 @@ def field(
             they find the values of predictions one entry later.
         unused: whether the reference does without it, because kernels may compute another field
             from it. No known mistake is then about this field.
+        elsewhere: names that other losses give to the field. A kernel that asks for one of them is
+            told this one.
 
     Raises:
         UsageError: if an argument is not as described.
@@ -81,21 +84,22 @@ def field(
             given[name].function(takes)
     given["unshifted"].truth()
     given["unused"].truth()
-    return built_in_field(dims, meaning, dtype=dtype, draw=draw, count=count, unshifted=unshifted, unused=unused)
+    own = Field(
+        dims=tuple(dims.split()),
+        meaning=" ".join(meaning.split()),
+        dtype=dtype,
+        draw=draw,
+        count=count,
+        unshifted=unshifted,
+        unused=unused,
+        elsewhere=given["elsewhere"].several("names of fields"),
+    )
+    return dataclass_field(metadata={"field": own})
 
 
-def built_in_field(
-    dims: str,
-    meaning: str,
-    *,
-    dtype: str,
-    draw: Any = None,
-    count: Any = None,
-    unshifted: bool = False,
-    unused: bool = False,
-) -> Any:
+def built_in_field(dims: str, meaning: str, *, dtype: str, unshifted: bool = False) -> Any:
     """Declares an input of every spec or head, as ``field`` does, with any of ``INPUT_DTYPES``."""
-    own = Field(tuple(dims.split()), " ".join(meaning.split()), dtype, draw, count, unshifted, unused)  # pyright: ignore[reportArgumentType]
+    own = Field(tuple(dims.split()), meaning, dtype, unshifted=unshifted)
     return dataclass_field(metadata={"field": own})
 
 
@@ -121,6 +125,7 @@ class Field:
     count: Any = None
     unshifted: bool = False
     unused: bool = False
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def shape(self) -> str:

@@ -48,7 +48,7 @@ SHARDING_GOALS: Mapping[str, CoverageGoal] = {
         meaning="a rank without any trained token, while another has some", axes=("dp", "cp"), heads=_PER_TOKEN
     ),
     "rank without a sequence": CoverageGoal(
-        meaning="a dp rank without any sequence", axes=("dp",), unreachable_if={"empty": ("sequence",)}
+        meaning="a dp rank without any sequence", axes=("dp",), unreachable_if={"empty": ("sequence", "shard")}
     ),
     "shards of different size": CoverageGoal(
         meaning="trained tokens, and tp ranks that are given different numbers of rows of the vocabulary",
@@ -61,7 +61,7 @@ SHARDING_GOALS: Mapping[str, CoverageGoal] = {
         heads=WITH_LOGITS,
         axes=("tp",),
         least_ranks=_THREE,
-        unreachable_if={"vocab_split": ("balanced", "even", "padded")},
+        unreachable_if={"vocab_split": ("balanced", "even", "padded"), "empty": ("sequence", "rank")},
     ),
     "shard with padding rows": CoverageGoal(
         meaning="padding rows of the vocabulary on a tp rank, and enough trained tokens to show whether a kernel "

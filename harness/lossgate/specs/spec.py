@@ -23,7 +23,7 @@ from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.coverage_goals import BIAS_GOALS, TOKEN_GOALS, CoverageGoal, Covered
 from lossgate.specs.field_context import FieldContext, checked, checked_dtype, draw_default
 from lossgate.specs.logit_filter import FILTER_GOALS, FilterOptions
-from lossgate.specs.option import COMMON_OPTIONS, EMPTY, Option
+from lossgate.specs.option import COMMON_OPTIONS, OF_SIZES, Option
 from lossgate.specs.outputs import RETURNED, Metric, Output, metric_output
 from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import Field, fields_of
@@ -130,7 +130,7 @@ class Spec:
     @cached_property
     def situations(self) -> dict[str, Option]:
         """The scenarios of which a candidate's ``supports`` may exclude choices."""
-        return {EMPTY.name: EMPTY, **{scenario.name: scenario for scenario in self.scenarios}}
+        return {**OF_SIZES, **{scenario.name: scenario for scenario in self.scenarios}}
 
     @cached_property
     def logit_options(self) -> tuple[str, ...]:

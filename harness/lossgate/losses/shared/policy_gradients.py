@@ -53,6 +53,13 @@ RATIOS = Option(
     default="inside",
     choices=("inside", "everywhere", "everywhere", "everywhere", "on-policy", "extreme"),
 )
+RATIOS_EXTREME = Option(
+    name="ratios_extreme",
+    meaning="on which sides of 1 importance ratios lie in problems with ratios 'extreme'",
+    default="both",
+    choices=("both",),
+    on_request=("below", "above"),
+)
 REFERENCE = Option(
     name="reference",
     meaning="the reference policy: near, equal to the policy, or so far off that estimates are clamped, even with "
@@ -94,6 +101,19 @@ def clip_spans(low: float, high: float, beyond: float | None = None) -> dict[str
     if beyond is not None:
         spans["beyond"] = (beyond + 0.02, beyond + 0.8)
     return spans
+
+
+def extreme_spans(context: FieldContext, highest: Span) -> list[Span]:
+    """Returns spans of log-ratios near underflow and overflow, on the sides that scenario
+    ``RATIOS_EXTREME`` names.
+
+    Args:
+        context: of the problem.
+        highest: the highest span.
+    """
+    side = context.scenario[RATIOS_EXTREME.name]
+    above: Sequence[Span] = ((10.0, 20.0), highest)
+    return [*(UNDERFLOW if side != "above" else ()), *(above if side != "below" else ())]
 
 
 def on_tokens(context: FieldContext, per_sequence: Tensor) -> Tensor:
