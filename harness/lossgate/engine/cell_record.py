@@ -88,8 +88,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     """The outputs that disagree and other faults, or how the ranks failed."""
     shrink_calls: Count = 0
     """How many problems were tried to make the failing one smaller."""
-    side_by_side: tuple[str, ...] = ()
-    """The entries that are farthest off, in words: their value, and the value of the reference."""
+    statistics: tuple[str, ...] = ()
+    """The statistics over their limit of outputs whose numbers the findings show, in words."""
 
 
 class KnownFailureRecord(Struct, frozen=True, kw_only=True):
@@ -194,7 +194,8 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     reasons: tuple[str, ...] = ()
     """Why the verdict is not AGREE, in words."""
     causes: tuple[str, ...] = ()
-    """What may have gone wrong and what to do, in words; the likeliest first."""
+    """The cause and what to do, in words. If no cause is named: that there is none, then the places
+    where outputs are wrong."""
     cause: str = ""
     """The mistake that the first cause names. Empty if it names none."""
     explains: str = ""
@@ -301,10 +302,28 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
         return tuple(one.name for one in self.properties if one.problems and one.holds)
 
     @builtins.property
+    def told(self) -> tuple[str, ...]:
+        """Why the verdict is not AGREE, in words: the cause and what to do, then the reasons. If no
+        cause is named, a place where the outputs are wrong comes first, or else the first reason.
+        """
+        if self.cause:
+            return (*self.causes, *self.reasons)
+        return (*self.causes[1:2], *self.reasons, *self.causes[2:], *self.causes[:1])
+
+    @builtins.property
+    def first_told(self) -> str:
+        """The cause and what to do, in one line. If no cause is named, the first that is told."""
+        broken = next((one for one in self.properties if not one.holds and one.explained is None), None)
+        if self.cause or broken is None:
+            lines = self.causes if self.cause else self.told[:1]
+        else:
+            lines = (broken.reasons[0], *broken.reasons[len(broken.findings) :])
+        return "; ".join(line.partition("\n")[0] for line in lines)
+
+    @builtins.property
     def why(self) -> str:
-        """The reasons, the causes, and the entries that are farthest off, in one line."""
-        shown = self.failure.side_by_side if self.failure is not None else ()
-        return "; ".join((*self.reasons, *self.causes, *shown)) or "no reason is given"
+        """All that is told, in one line."""
+        return "; ".join(self.told) or "no reason is given"
 
 
 def with_sums(record: CellRecord) -> CellRecord:

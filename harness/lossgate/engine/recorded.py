@@ -230,7 +230,7 @@ def _failure(run: CellRun) -> Failure | None:
         findings=run.failure.findings,
         symptoms=run.failure.symptoms,
         shrink_calls=run.shrink_calls,
-        side_by_side=run.failure.side_by_side,
+        statistics=run.failure.statistics,
     )
 
 
