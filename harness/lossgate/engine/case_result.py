@@ -9,6 +9,7 @@ from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.base.errors import CandidateError
 from lossgate.cases.case import Case
 from lossgate.cases.current_case import running
+from lossgate.engine.cell_record import with_todo_second
 from lossgate.judge.comparison import MANNERS, Comparison, Manner
 from lossgate.judge.explain import explain_statistics
 from lossgate.problems.problem import Problem
@@ -56,8 +57,8 @@ class CaseResult:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The findings, and what to do."""
-        return (*self.findings, f"to do: {self.todo}") if self.todo else self.findings
+        """The findings. What to do comes after the first."""
+        return with_todo_second(self.findings, self.todo)
 
     @property
     def statistics(self) -> tuple[str, ...]:

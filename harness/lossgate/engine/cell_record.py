@@ -7,6 +7,7 @@ published schema.
 """
 
 import builtins
+from collections.abc import Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from math import inf
@@ -84,6 +85,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     description: str
     """The problem in words."""
     findings: tuple[str, ...]
+    todo: str = ""
+    """What to do about the findings, in words."""
     symptoms: tuple[str, ...]
     """The outputs that disagree and other faults, or how the ranks failed."""
     shrink_calls: Count = 0
@@ -112,6 +115,11 @@ class Explained(Struct, frozen=True, kw_only=True):
     how: How
     """Whether the property holds once the fault that breaks the other is mended, or both raise the
     same error. If neither, the other may explain it."""
+
+
+def with_todo_second(findings: Sequence[str], todo: str) -> tuple[str, ...]:
+    """Returns findings in words, with what to do after the first."""
+    return (*findings[:1], f"to do: {todo}", *findings[1:]) if findings and todo else tuple(findings)
 
 
 class PropertyRecord(Struct, frozen=True, kw_only=True):
@@ -152,9 +160,8 @@ class PropertyRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The findings as reasons against AGREE, and what to do."""
-        reasons = tuple(f"{self.symptom}: {finding}" for finding in self.findings)
-        return (*reasons, f"to do: {self.remedy}") if reasons and self.remedy else reasons
+        """The findings as reasons against AGREE. What to do comes after the first."""
+        return with_todo_second([f"{self.symptom}: {finding}" for finding in self.findings], self.remedy)
 
 
 class LargeProblems(Struct, frozen=True, kw_only=True):
@@ -313,11 +320,11 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     @builtins.property
     def first_told(self) -> str:
         """The cause and what to do, in one line. If no cause is named, the first that is told."""
-        broken = next((one for one in self.properties if not one.holds and one.explained is None), None)
-        if self.cause or broken is None:
-            lines = self.causes if self.cause else self.told[:1]
-        else:
-            lines = (broken.reasons[0], *broken.reasons[len(broken.findings) :])
+        lines = self.causes if self.cause else self.told[:1]
+        broken = (one.remedy for one in self.properties if not one.holds and one.explained is None)
+        todo = next(broken, self.failure.todo if self.failure is not None else "")
+        if todo and len(lines) == 1:
+            lines = (*lines, f"to do: {todo}")
         return "; ".join(line.partition("\n")[0] for line in lines)
 
     @builtins.property

@@ -228,6 +228,7 @@ def _failure(run: CellRun) -> Failure | None:
         problem=_as_json(run.failure.problem),
         description=run.failure.problem.describe(),
         findings=run.failure.findings,
+        todo=run.failure.todo,
         symptoms=run.failure.symptoms,
         shrink_calls=run.shrink_calls,
         statistics=run.failure.statistics,

@@ -25,7 +25,7 @@ from lossgate.specs.outputs import Output
 _SHOWN = 4
 """The most values of a choice that a line lists, and the most lines about known mistakes."""
 
-_MUCH_FARTHER = 2
+_MUCH_FARTHER = 10
 """The scale over all problems is told if it is so many times farther off than on the smallest."""
 
 _EXPLAINED: Mapping[How, str] = {
@@ -139,8 +139,8 @@ def _larger_in_all(failure: CaseResult, pooled: Iterable[Pooled]) -> Iterator[st
     if more:
         one = max(more, key=lambda one: abs(one.scale))
         yield (
-            f"{one.output}: {1 + one.scale:.4g} times the reference over {counted(one.problems, 'problem')} that were "
-            "drawn; the smallest problem shows less"
+            f"{one.output}: {1 + one.scale:.4g} times the reference over {counted(one.problems, 'problem')}; the "
+            "smallest problem shows less"
         )
 
 
