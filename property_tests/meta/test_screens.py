@@ -79,7 +79,8 @@ def result(
 ) -> CellResult:
     """A result with some reasons; it agrees if there are none."""
     agreeing = (Comparison(output=LOSS, values={"scale": margin}, limits={"scale": 1.0}),)
-    case = CaseResult(problem=PROBLEM, findings=reasons, **{"comparisons": agreeing} | of_case)
+    given: dict[str, Any] = {"comparisons": agreeing, **of_case}
+    case = CaseResult(problem=PROBLEM, findings=reasons, **given)
     return made_result(
         Cell(kernel, layout, "float32", PROPERTIES[held_to]),
         Verdict.DISAGREE if reasons else Verdict.AGREE,
