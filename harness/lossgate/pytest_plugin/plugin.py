@@ -185,6 +185,8 @@ def lossgate_run(
         failures(CellFinished(result, mended))
         request.config.stash[_EVIDENCE].tell(result, failures.replay(result), record_property)
         if not result.record.passes:
-            pytest.fail("\n".join([*describe_cell(result, failures.replay(result)), *unwritten]), pytrace=False)
+            whole = request.config.get_verbosity() > 0
+            lines = describe_cell(result, failures.replay(result), whole=whole)
+            pytest.fail("\n".join([*lines, *unwritten]), pytrace=False)
 
     return run

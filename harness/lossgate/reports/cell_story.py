@@ -32,7 +32,7 @@ def print_story(console: Console, record: CellRecord, results: Sequence[CellSumm
     """
     shown = results[-1]
     console.print(f"{marked(shown)}  {escaped(str(record.key))}", soft_wrap=True)
-    for line in [*describe(shown), *(f"  {escaped(line)}" for line in _about(record, results))]:
+    for line in [*describe(shown, whole=True), *(f"  {escaped(line)}" for line in _about(record, results))]:
         print_detail(console, line)
     if record.outputs:
         console.print()

@@ -6,10 +6,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from time import process_time
+from typing import Any
 
 import pytest
 
-from lossgate.gate.gate_verdict import GateReason, GateVerdict
+from lossgate.gate.gate_verdict import Blocker, GatedCell, GateReason, GateVerdict
 from lossgate.reports.console import one_line, plain
 from lossgate.reports.gate_files.junit import junit_xml
 from lossgate.reports.gate_files.markdown import markdown
@@ -21,9 +22,11 @@ from property_tests.meta.gate_files.verdicts import (
     VERDICTS,
     agreeing,
     blocked,
+    failure,
     key,
     many,
     of_gate,
+    summary,
     verdict,
 )
 
@@ -56,6 +59,19 @@ def test_no_character_of_a_hostile_verdict_is_hidden(form: str) -> None:
     assert plain(text) == text
     assert "\\x1b" in text.replace("\\\\", "\\")
     assert "\\u202e" in text.replace("\\\\", "\\")
+
+
+def test_a_disagreement_begins_with_its_cause_and_what_to_do() -> None:
+    """In the message of each format; statistics are in none."""
+    told: dict[str, Any] = {"cause": "a sum is missing", "causes": ("cause: a sum is missing", "to do: add it")}
+    found = summary(key(), "DISAGREE", **told, failure=failure(statistics=("loss: rounding explains 1",)))
+    blocker = Blocker(reason=GateReason.DISAGREE, message="it disagrees", why=found.why, cell=key())
+    judged = verdict([GatedCell(key=key(), summary=found, blockers=(blocker,))])
+    for form in ("junit", "sarif", "markdown"):
+        text = FORMATS[form](judged)
+        assert "it disagrees: cause: a sum is missing; to do: add it; loss: 1.01 times the reference" in text, form
+        assert "rounding explains" not in text
+    assert "`:\n\n- `cause: a sum is missing`\n- `to do: add it`\n" in FORMATS["markdown"](judged)
 
 
 @pytest.mark.parametrize("kind", GateReason)
