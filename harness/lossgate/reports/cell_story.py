@@ -53,7 +53,7 @@ def _about(record: CellRecord, results: Sequence[CellSummary]) -> Iterator[str]:
     yield f"when: {moment(record.time)}, {record.seconds:.1f} s, in run {record.run}"
     if len(results) > 1:
         times = sorted(one.time for one in results)
-        verdicts = ", ".join(one.verdict for one in results[-_TIMES:])
+        verdicts = ", ".join(one.outcome for one in results[-_TIMES:])
         yield f"before: {len(results)} runs, from {moment(times[0])} to {moment(times[-1])}; the last: {verdicts}"
     problems, comparisons = counted(record.problems, "problem"), counted(record.comparisons, "comparison")
     yield f"seen: {problems}, {comparisons}, detects {percent(record.mde)}"

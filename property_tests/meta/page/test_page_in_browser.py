@@ -378,7 +378,7 @@ def test_a_cell_that_fails_says_each_thing_once(desk: Desk, real: Sequence[CellR
     said = reader.tab.locator("#cell").inner_text()
     assert {text: said.count(text) for text in (*wrong.reasons, command)} == dict.fromkeys((*wrong.reasons, command), 1)
     for sentence in (
-        "A disagreement closes the gate whether a rule asks for the cell or not.",
+        "A kernel that is wrong closes the gate whether a rule asks for the cell or not.",
         "These numbers are of the smallest problem that disagrees.",
     ):
         assert sentence in said
