@@ -209,6 +209,7 @@ def test_a_run_tells_it_and_may_let_it_pass(folder: Path, lossgate: Lossgate) ->
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1].startswith(f"1 cell: {told}; only numbers count); ")
     assert "PROMISE BROKEN  product  float32  single: numbers agree, 1 promise broken: masked-nan" in done.stdout
+    assert lossgate("report", "out.jsonl").returncode == 0, "the newest run asks for numbers only"
     (folder / "pyproject.toml").write_text("[tool.lossgate]\nnumbers_only = true\n")
     assert lossgate(*few).returncode == 0
 
