@@ -52,7 +52,7 @@ SYMBOLS = {
 
 PLURALS = {
     State.DISAGREES: "disagree",
-    State.BROKEN: "promises broken",
+    State.BROKEN: "break promises",
     State.MISSING: "missing",
     State.INCONCLUSIVE: "inconclusive",
     State.KNOWN: "known failures",
