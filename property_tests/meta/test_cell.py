@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,12 @@ from lossgate.engine.run import run
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import FEWEST, conclude
+from lossgate.judge.comparison import Comparison, Entry
+from lossgate.judge.statistics import SCALE
 from lossgate.losses import SPECS
+from lossgate.problems.problem import Problem
 from lossgate.specs.coverage_goals import CoverageGoal
+from lossgate.specs.outputs import LOSS
 from lossgate.specs.sharding_goals import SHARDING_GOALS
 
 pytestmark = pytest.mark.xdist_group("cell")  # one worker makes what its tests share
@@ -267,3 +272,30 @@ def test_a_goal_near_a_kink_says_what_to_do_in_coarse_dtypes() -> None:
         "Tokens at which rounding to bfloat16 decides a clip or comparison are masked. If no problem can reach the "
         "goal because of that, list in dtypes= of the goal the dtypes that can, or use a bound without a kink"
     )
+
+
+def test_the_scale_over_all_problems_is_told_if_the_smallest_one_shows_much_less() -> None:
+    """Shrinking seeks a small problem, and not one that is far off."""
+
+    problem = Problem(
+        spec="nll", head="logits", dtype="float32", lengths=(3,), masks=("all",), vocab=2, hidden=1, seed=0
+    )
+
+    def case(scale: float, **more: Any) -> CaseResult:
+        compared = Comparison(
+            output=LOSS,
+            values={SCALE: scale},
+            limits={SCALE: 1e-7},
+            sd=1e-8,
+            farthest=(Entry("", 1 + scale, 1.0),),
+        )
+        return CaseResult(problem=problem, comparisons=(compared,), **more)
+
+    cell = Cell(dense_candidate(SPECS["nll"], "logits"), Layout(), "float32")
+    for smallest, line in (
+        (-2e-6, ("loss: 0.48 times the reference over 8 problems; the smallest problem shows less",)),
+        (-0.4, ()),
+    ):
+        failure = case(smallest, findings=("loss: off",))
+        run = CellRun(cell=cell, cases=(case(-0.52),) * 8, failure=failure)
+        assert conclude(run).reasons == ("loss: off", *line)

@@ -44,15 +44,18 @@ def test_disagree_and_replay(folder: Path, lossgate: Lossgate) -> None:
     )
     assert done.returncode == 1
     lines = done.stdout.split("DISAGREE  wrong  float32  cp=2\n")[1].splitlines()
-    assert lines[0].startswith("  loss: 1.01")
-    assert "times the reference; rounding explains 1 +- " in lines[0]
+    assert lines[0] == "  cause: loss and the gradient of logits: multiplied by 1.01 in every problem"
+    assert lines[1].startswith("  loss: got ")
+    assert lines[1].endswith(", relative difference 0.01")
+    assert "rounding explains" not in done.stdout
     on = next(line for line in lines if line.startswith("  on: "))
     assert "layout cp=2, float32" in on
     replay = next(line for line in lines if line.startswith("  replay: ")).removeprefix("  replay: lossgate ")
     again = lossgate(*replay.split())
     assert again.returncode == 1
-    assert again.stdout.splitlines()[1] == lines[0]
+    assert again.stdout.splitlines()[1:3] == [lines[0].replace("cause", "verify said of the cause"), lines[1]]
     assert again.stdout.splitlines()[-1] == "  it fails exactly as when the file was written"
+    assert "  loss: 1.01 times the reference; rounding explains 1 +- " in lossgate(*replay.split(), "-v").stdout
     other = lossgate(*replay.split(), "--candidate", "kernels.py:right")
     assert other.returncode == 0
     assert other.stdout.startswith("AGREE  right  float32  cp=2\n")

@@ -75,7 +75,8 @@ def test_a_bug_is_reported_with_a_small_problem_and_both_comparisons() -> None:
     title, verdict, *lines = str(raised.value).splitlines()
     assert title == "wrong against online: spec nll from hidden, 1 cell"
     assert verdict == "DISAGREE  float32  tp=2: they differ: wrong is wrong"
-    assert lines[0].startswith("  wrong: loss: 1.01 times the reference; rounding explains 1 +- ")
+    assert lines[0].startswith("  wrong: loss: got ")
+    assert lines[0].endswith(", relative difference 0.01")
     assert lines[1].startswith("    on: 2 tokens in 1 sequence [2], ")
     assert lines[2].startswith("  the two: loss: wrong less online is 0.01 times the reference; the rounding of ")
     assert len(lines) == 4

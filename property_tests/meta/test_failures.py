@@ -58,7 +58,7 @@ def test_a_bias_that_only_pooled_problems_show_is_replayed(pooled: CellResult, k
     again = replay_failure(read_failure(file))
     assert again.disagrees
     assert again.exact
-    assert again.lines[1:-1] == (*(f"  {reason}" for reason in pooled.reasons), "  on: 30 problems, pooled")
+    assert again.lines()[1:-1] == (*(f"  {reason}" for reason in pooled.reasons), "  on: 30 problems, pooled")
     assert not replay_failure(read_failure(file), f"{kernels}:right").disagrees
     with pytest.raises(UsageError, match=r"timeout=0\.0: expected a positive number"):
         replay_failure(read_failure(file), timeout=0.0)

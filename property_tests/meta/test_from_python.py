@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lossgate.verify`` and ``lossgate.example``: the same from Python, in a notebook, say."""
 
+import re
 from typing import Any
 
 import pytest
@@ -55,10 +56,10 @@ def test_a_wrong_kernel_is_shown_with_its_reasons() -> None:
     found = lossgate.verify(kernel(2.0), layouts=["single"])
     assert not found.agrees
     text = repr(found)
-    assert "  loss: 2 times the reference" in text
+    assert re.search(r"  loss: got \S+, want \S+; absolute difference \S+, relative difference 1$", text, re.MULTILINE)
     assert "Verdicts" in text
     assert "replay" not in text  # there is no file to replay
-    with pytest.raises(AssertionError, match="loss: 2 times the reference"):
+    with pytest.raises(AssertionError, match=r"loss: got .*, relative difference 1"):
         found.check()
 
 
@@ -97,7 +98,7 @@ def test_an_example_is_what_a_kernel_gets() -> None:
     own = kernel(1.0)
     lossgate.example(own).check(own)
     wrong = kernel(2.0)
-    with pytest.raises(AssertionError, match="loss: 2 times the reference"):
+    with pytest.raises(AssertionError, match=r"loss: got .*, relative difference 1"):
         lossgate.example(wrong).check(wrong)
 
 

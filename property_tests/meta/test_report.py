@@ -91,7 +91,7 @@ def test_the_first_failing_cells_of_a_candidate_are_described_and_the_others_cou
 ) -> None:
     text = report([disagreeing(layout=f"tp={tp}") for tp in range(2, 8)] + [disagreeing(candidate="other")]).stdout
     assert [f"DISAGREE  nll  float32  tp={tp}\n" in text for tp in range(2, 8)] == [True] + [False] * 5
-    assert "  and 5 more like these of nll\n" in text
+    assert "  alike: 6 cells, float32 on " in text
     assert "DISAGREE  other" in text
     assert "more like these of other" not in text
 

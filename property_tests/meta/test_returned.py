@@ -113,7 +113,7 @@ def test_contracts_that_leave_factors_to_the_caller_agree(make_world: MakeWorld)
     problem = replace(PROBLEM, layout=world.layout, lengths=(5, 4), masks=("all", "all"), hidden=4, vocab=9)
     assert run_case(Case(declared, problem, world), PROPERTIES["agreement"]).agrees
     wrong = run_case(Case(without_contract, problem, world), PROPERTIES["agreement"])
-    assert wrong.findings[0].startswith("loss: 2 times the reference")
+    assert wrong.statistics[0].startswith("loss: 2 times the reference")
 
 
 def test_outputs_are_assembled_as_the_contract_says(make_world: MakeWorld) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the terminal shows, as a whole, at three widths and in a file.
+"""What the terminal shows, as a whole, at two widths and in a file.
 
 The screens are the files in ``screens``. Where a change is meant, write them anew with
 LOSSGATE_WRITE_SCREENS=1, and read what has changed.
@@ -30,20 +30,35 @@ from lossgate.engine.events import CellFinished, CellSkipped, CellStarted, Event
 from lossgate.engine.recorded import record_of
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import pooled_outputs, reasons_of
-from lossgate.judge.comparison import Comparison
+from lossgate.judge.comparison import Comparison, Entry
+from lossgate.judge.explain import explain
+from lossgate.judge.statistics import SCALE
 from lossgate.problems.problem import Problem
+from lossgate.properties import PROPERTIES
 from lossgate.reports.describe import print_replayed
 from lossgate.reports.failures import FailureFiles
 from lossgate.reports.terminal import Terminal, Volume
-from lossgate.specs.outputs import LOSS
+from lossgate.specs.outputs import LOSS, gradient_output
 from property_tests.meta.command_line import Lossgate
 from property_tests.meta.made_evidence import cell, disagreeing, inconclusive, whole_run, write
 from property_tests.meta.made_results import made_result
 
 SCREENS = Path(__file__).parent / "screens"
-WIDTHS = (80, 100, 140)
+WIDTHS = (80, 120)
 PROBLEM = Problem(spec="nll", head="hidden", dtype="float32", lengths=(64,), masks=("all",), hidden=8, vocab=33, seed=0)
-FOUND = "loss: 2 times the reference; rounding explains 1 +- 5.3e-07"
+TWICE = Comparison(
+    output=LOSS,
+    values={SCALE: 1.0},
+    limits={SCALE: 5.3e-07},
+    farthest=(Entry("", 3.22619855, 1.61309923),),
+)
+GRADIENT = Comparison(
+    output=gradient_output("weight", ("vocab", "hidden")),
+    values={SCALE: 0.5012},
+    limits={SCALE: 7.1e-06},
+    farthest=(Entry("vocab 3, hidden 0", -0.327, -0.163), Entry("vocab 31, hidden 7", 0.0032, 0.0011)),
+)
+FOUND = tuple(explain((TWICE, GRADIENT)))
 
 
 def declared(name: str) -> Candidate:
@@ -51,31 +66,48 @@ def declared(name: str) -> Candidate:
     return declare(lambda inputs, options, mesh: inputs.logits.sum())
 
 
-RIGHT, WRONG, RAISES = map(declared, ("right", "fused_linear_cross_entropy", "raises"))
+NAMES = ("right", "fused_linear_cross_entropy", "unnamed", "writes", "raises")
+RIGHT, WRONG, UNNAMED, WRITES, RAISES = map(declared, NAMES)
 LAYOUTS = [Layout(), Layout(cp=2), Layout(dp=2, cp=2), Layout(dp=4)]
 
 
-def result(kernel: Candidate, layout: Layout, margin: float, *reasons: str, failure: str | None = None) -> CellResult:
+def result(
+    kernel: Candidate,
+    layout: Layout,
+    margin: float,
+    *reasons: str,
+    diagnosis: Diagnosis | None = None,
+    held_to: str = "agreement",
+    **of_case: Any,
+) -> CellResult:
     """A result with some reasons; it agrees if there are none."""
-    compared = () if failure else (Comparison(output=LOSS, values={"scale": margin}, limits={"scale": 1.0}),)
-    side = () if failure else ("loss: got 3.22619855, want 1.61309923",)
-    case = CaseResult(problem=PROBLEM, comparisons=compared, findings=reasons, failure=failure, side_by_side=side)
-    cause = Cause(name="x", words="valid_tokens is not summed over cp", todo="sum valid_tokens over cp")
-    diagnosis = Diagnosis(causes=(cause,), problems=9, layouts=("cp=2", "cp=3"), asked=880)
+    agreeing = (Comparison(output=LOSS, values={"scale": margin}, limits={"scale": 1.0}),)
+    case = CaseResult(problem=PROBLEM, findings=reasons, **{"comparisons": agreeing} | of_case)
     return made_result(
-        Cell(kernel, layout, "float32"),
+        Cell(kernel, layout, "float32", PROPERTIES[held_to]),
         Verdict.DISAGREE if reasons else Verdict.AGREE,
-        reasons,
+        case.reasons,
         (case,) * 20,
-        printed="hello from the kernel\n" * 30 if failure else "",
+        printed="hello from the kernel\n" * 30 if case.failure else "",
         of_run={
             "failure": case if reasons else None,
             "shrink_calls": 25,
-            "diagnosis": diagnosis if reasons and not failure else None,
+            "diagnosis": diagnosis,
             "seconds": 1.25,
         },
-        mde=None if failure else 3.5e-7,
+        mde=None if case.failure else 3.5e-7,
     )
+
+
+NAMED = Diagnosis(
+    causes=(Cause(name="x", words="valid_tokens is not summed over cp", todo="sum valid_tokens over cp"),),
+    problems=9,
+    layouts=("cp=2", "cp=3"),
+    asked=880,
+)
+NOT_NAMED = Diagnosis(
+    where=("the gradient of weight is wrong at vocab rows of labels, 12 of 33, and at no others",), asked=880
+)
 
 
 def a_run() -> Iterator[Event]:
@@ -84,8 +116,13 @@ def a_run() -> Iterator[Event]:
     results = [
         *(result(RIGHT, layout, 0.21) for layout in LAYOUTS),
         result(WRONG, LAYOUTS[0], 0.25),
-        *(result(WRONG, layout, 3.4e6, FOUND) for layout in LAYOUTS[1:]),
-        *(result(RAISES, layout, 0.0, raised, failure="RankRaised") for layout in LAYOUTS[:2]),
+        *(
+            result(WRONG, layout, 3.4e6, *FOUND, diagnosis=NAMED, comparisons=(TWICE, GRADIENT))
+            for layout in LAYOUTS[1:]
+        ),
+        result(UNNAMED, LAYOUTS[0], 3.4e6, *explain([GRADIENT]), diagnosis=NOT_NAMED, comparisons=(GRADIENT,)),
+        result(WRITES, LAYOUTS[0], 0.0, "the kernel wrote to logits", held_to="inputs-kept", todo="write to no tensor"),
+        *(result(RAISES, layout, 0.0, raised, failure="RankRaised", comparisons=()) for layout in LAYOUTS[:2]),
     ]
     skipped = [Cell(RAISES, layout, "float32") for layout in LAYOUTS[2:]]
     yield RunStarted((*(one.cell for one in results), *skipped), Settings())
@@ -108,7 +145,7 @@ def a_bad_day() -> Iterator[Event]:
         "goal never reached: label on a shard's last row",
         "a kernel that computes label_smoothing=0.1 as 0 would have passed every problem",
     )
-    died = replace(result(RAISES, LAYOUTS[0], 0.0, *crash, failure="Crash"), printed="hello\n")
+    died = replace(result(RAISES, LAYOUTS[0], 0.0, *crash, failure="Crash", comparisons=()), printed="hello\n")
     short = result(RIGHT, LAYOUTS[0], 0.21)
     record = msgspec.structs.replace(short.record, verdict=Verdict.INCONCLUSIVE, reasons=unsure)
     results = died, replace(short, record=record)
@@ -155,11 +192,10 @@ def verified(console: Console, volume: Volume = Volume.NORMAL, events: Iterable[
 
 REPLAYED = (
     "DISAGREE  fused_linear_cross_entropy  float32  cp=2",
-    f"  {FOUND}",
-    "  verify said of the cause: valid_tokens is not summed over cp; this explains all 9 failing problems (cp=2)",
+    "  verify said of the cause: valid_tokens is not summed over cp",
     "  to do: sum valid_tokens over cp",
+    *(f"  {line}" for line in FOUND),
     "  on: 3 tokens in 1 sequence [3], masks all, vocab 2, layout cp=2, float32, logit_std 1, seed 0",
-    "    loss: got 3.22619855, want 1.61309923",
     "  it fails exactly as when the file was written",
 )
 DRAWN: dict[str, Callable[[Console], None]] = {

@@ -17,8 +17,12 @@ from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.evidence.reader import Where
 from lossgate.evidence.summary import summarize
+from lossgate.judge.comparison import Comparison, Entry
+from lossgate.judge.explain import explain
+from lossgate.judge.statistics import SCALE
 from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES
+from lossgate.specs.outputs import LOSS, gradient_output
 from lossgate.worlds import SimulatedWorld
 
 DENSE = dense_candidate(SPECS["nll"], "logits")
@@ -40,29 +44,50 @@ def shown(**changed: Any) -> tuple[str, ...]:
     problem = Problem(spec="nll", head="logits", dtype="float32", layout=layout, **{**values, **changed})
     world = SimulatedWorld(layout)
     try:
-        return run_case(Case(wrong_at_one_token, problem, world), PROPERTIES["agreement"]).side_by_side
+        return run_case(Case(wrong_at_one_token, problem, world), PROPERTIES["agreement"]).findings
     finally:
         world.close()
 
 
-def test_the_entries_that_are_farthest_off_are_shown_with_both_numbers() -> None:
-    lines = shown()
-    assert 0 < len(lines) <= 2
-    for line in lines:
-        found = re.fullmatch(r"grad of logits, token \d, vocab \d: got (\S+), want (\S+)", line)
-        assert found is not None
-        assert abs(float(found[1]) / float(found[2]) - 3) < 1e-4
+def test_the_greatest_differences_are_shown_with_both_numbers() -> None:
+    (line,) = shown()
+    place = r"token \d, vocab \d"
+    found = re.fullmatch(
+        rf"grad of logits: got (\S+), want (\S+) at {place}; greatest absolute difference (\S+), greatest relative "
+        rf"difference (\S+)( \(got (\S+), want (\S+) at {place}\))?",
+        line,
+    )
+    assert found is not None
+    got, want, absolute = map(float, found.groups()[:3])
+    assert abs(got / want - 3) < 1e-4
+    assert abs(absolute - 2 * abs(want)) < 0.01 * absolute
+    assert found[4] == "2"
 
 
 def test_of_a_right_problem_nothing_is_shown() -> None:
     assert shown(masks=("none",)) == ()
 
 
-def test_evidence_and_what_gates_write_have_them() -> None:
+def test_of_many_outputs_the_first_two_show_numbers() -> None:
+    outputs = (LOSS, *(gradient_output(name, ("vocab",)) for name in ("hidden", "weight", "bias")))
+    farthest = (Entry("vocab 1", 2.0, 0.0),)
+    made = [Comparison(output=one, values={SCALE: 1.0}, limits={SCALE: 0.1}, farthest=farthest) for one in outputs]
+    assert [*explain(made)] == [
+        "loss: got 2, want 0 at vocab 1; greatest absolute difference 2",
+        "grad of hidden: got 2, want 0 at vocab 1; greatest absolute difference 2",
+        "also off: grad of weight; grad of bias",
+    ]
+
+
+def test_evidence_has_numbers_as_reasons_and_statistics_apart() -> None:
     result = run_cell(Cell(wrong_at_one_token, Layout(), "float32"), Settings(examples=5))
     assert result.failure is not None
-    assert result.failure.side_by_side
     record = result.record
     assert record.failure is not None
-    assert record.failure.side_by_side == result.failure.side_by_side
-    assert summarize(record, Where("file", 1), "0" * 64).why.endswith("; ".join(result.failure.side_by_side))
+    assert record.reasons[0] == record.failure.findings[0]
+    assert record.reasons[0].startswith("grad of logits: got ")
+    assert record.failure.statistics == result.failure.statistics
+    assert re.match(r"grad of logits: \S+ times the reference; rounding explains", record.failure.statistics[0])
+    why = summarize(record, Where("file", 1), "0" * 64).why
+    assert why == "; ".join(record.told)
+    assert not any(line in why for line in record.failure.statistics)

@@ -108,7 +108,7 @@ class DrawnProblem:
             RankFailure: if a rank failed.
             UsageError: if the problem does not suit the candidate.
         """
-        findings = [line for comparison in self._case(candidate).comparisons for line in explain(comparison)]
+        findings = [*explain(self._case(candidate).comparisons)]
         if findings:
             lines = [f"{candidate.name} disagrees with the reference", *findings, f"on: {self}"]
             raise AssertionError("\n  ".join(lines))

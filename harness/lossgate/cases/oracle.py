@@ -4,6 +4,7 @@ have.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +15,7 @@ from lossgate.cases.placement import PlacedProblem
 from lossgate.cases.rank_parts import RankParts, rank_parts
 from lossgate.declaration.candidate import Candidate
 from lossgate.judge.blocks import blocks_of
-from lossgate.judge.comparison import Comparison
+from lossgate.judge.comparison import Comparison, Entry
 from lossgate.judge.ensemble import stages_of
 from lossgate.judge.tolerance import Tolerance
 from lossgate.numerics.float_formats import FLOAT32, FloatFormat, coarsest, float_format_of
@@ -70,7 +71,11 @@ class Oracle:
         """Compares a whole float64 result, which was returned in ``dtype``, with the reference."""
         compared = self.compared(output)
         result = without_overflow(result, self.reference[output], dtype)
-        return self._tolerance(output, dtype).compare(result if compared is None else result[compared], faults)
+        rows = result if compared is None else result[compared]
+        found = self._tolerance(output, dtype).compare(rows, faults)
+        if found.margin <= 1:
+            return found
+        return replace(found, farthest=farthest(output, result, self.reference[output], compared))
 
     def would_agree(
         self, output: Output, result: Tensor, dtype: torch.dtype, other: Tensor, own_runs: Tensor | None = None
@@ -195,6 +200,39 @@ _NEAR = 8.0
 _SUMS = 2.0**-22
 """The relative error by sums in float32 of another tensor than the reference. It is added to the
 noise, because the other tensor may have sums where the reference has none."""
+
+
+_LARGER = 1.01
+"""Relative differences that are not so many times larger are told as the same."""
+
+
+def farthest(output: Output, got: Tensor, want: Tensor, compared: Tensor | None) -> tuple[Entry, ...]:
+    """Returns the entry with the greatest absolute difference, then that with the greatest relative
+    difference if that is larger.
+
+    Args:
+        output: names the dims.
+        got, want: the whole output, and the reference.
+        compared: the rows that are compared, bool; None for all.
+    """
+    off = (got - want).abs().nan_to_num(nan=torch.inf)
+    off = off.masked_fill((got == want) | (got.isnan() & want.isnan()), 0.0)  # also equal infinities and NaNs
+    if compared is not None:
+        off[~compared] = 0.0
+    relative = torch.where(want == 0, 0.0, off / want.abs())
+    numbers = [int(off.argmax())]
+    if _LARGER * float(relative.flatten()[numbers[0]]) < float(relative.max()):
+        numbers.append(int(relative.argmax()))
+    return tuple(
+        Entry(_place(output, number, got.shape), float(got.flatten()[number]), float(want.flatten()[number]))
+        for number in numbers
+    )
+
+
+def _place(output: Output, number: int, shape: torch.Size) -> str:
+    """Returns the place of an entry in words, such as "vocab 3, hidden 0"."""
+    indices = torch.unravel_index(torch.tensor(number), shape) if shape else ()
+    return ", ".join(f"{dim} {int(index)}" for dim, index in zip(output.dims, indices, strict=True))
 
 
 def _same_kind(one: Tensor, other: Tensor) -> bool:

@@ -29,6 +29,7 @@ def replay(
     world: str | None = None,
     timeout: Number = None,
     script: Path | None = None,
+    verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False,
 ) -> int:
     """Judge the problem of a failure file again.
 
@@ -46,6 +47,7 @@ def replay(
         script: Judge nothing, but write this script. It calls the kernel with the same numbers, and
             prints what the kernel returns next to what is right. It needs only torch and the
             kernel.
+        verbose: Also show the statistics over their limit.
     """
     from lossgate.base.errors import UsageError
 
@@ -58,7 +60,7 @@ def replay(
     for file in files:
         if file.is_dir() and not all_:
             raise UsageError(f"{file} is a folder; replay all failure files in it: lossgate replay --all {file}")
-    how = _How(candidate, world, timeout, trust or candidate is not None)
+    how = _How(candidate, world, timeout, trust or candidate is not None, verbose)
     first = next(iter(files), _FOLDER)
     if script is not None:
         return how.write_script(first, script)
@@ -71,8 +73,11 @@ def replay(
 class _How:
     """Replays failure files in the way that the options of the command ask for."""
 
-    def __init__(self, candidate: str | None, world: str | None, timeout: float | None, trust: bool) -> None:
-        self._candidate, self._world, self._timeout, self._trust = candidate, world, timeout, trust
+    def __init__(
+        self, candidate: str | None, world: str | None, timeout: float | None, trust: bool, verbose: bool
+    ) -> None:
+        self._candidate, self._world, self._timeout = candidate, world, timeout
+        self._trust, self._verbose = trust, verbose
 
     def one(self, file: Path) -> int:
         """Replays a single file, prints the whole result, and returns the exit code."""
@@ -87,7 +92,7 @@ class _How:
             except WorldLost as error:
                 print(f"lossgate: {error}", file=sys.stderr)
                 return Exit.INCONCLUSIVE
-            print_replayed(outcome.lines)
+            print_replayed(outcome.lines(whole=self._verbose))
             return _code(outcome)
 
         return driven(self._world or failure.world, body)
@@ -138,7 +143,7 @@ class _How:
         except WorldLost as error:
             say(f"{file}: {error}")
             return Exit.INCONCLUSIVE, "INCONCLUSIVE"
-        print_replayed_file(f"{outcome.title}  {file}: {outcome.since or outcome.findings[0]}")
+        print_replayed_file(f"{outcome.title}  {file}: {outcome.since or (*outcome.findings, *outcome.on)[0]}")
         return _code(outcome), outcome.outcome
 
     def write_script(self, file: Path, script: Path) -> int:

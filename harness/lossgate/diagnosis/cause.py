@@ -48,7 +48,8 @@ class Diagnosis:
     def sentences(self) -> tuple[str, ...]:
         """The diagnosis in words, the cause first."""
         if self.causes:
-            cause = f"cause: {self.named}; {self.explains}"
+            part = f", in {self.problems} of {self.failing} failing problems" if self.failing else ""
+            cause = f"cause: {self.named}{part}"
             todo = next((cause.todo for cause in self.causes if cause.todo), "")
             return (cause, f"to do: {todo}") if todo and not self._unsure else (cause,)
         places = tuple(f"where: {sentence}" for sentence in self.where)

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks a property on one case, and records the result."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
 
 from lossgate.adequacy.kills import killed_mutants
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.base.errors import CandidateError
 from lossgate.cases.case import Case
 from lossgate.cases.current_case import running
+from lossgate.engine.cell_record import with_todo_second
 from lossgate.judge.comparison import MANNERS, Comparison, Manner
+from lossgate.judge.explain import explain_statistics
 from lossgate.problems.problem import Problem
 from lossgate.properties import Property
 from lossgate.properties.registry import Resources, Said
-from lossgate.specs.outputs import Output
 from lossgate.worlds.base import RankFailure, RankRaised
 
 
@@ -51,8 +49,6 @@ class CaseResult:
     """Whether the problem would show each of the property's own mistakes, by their sentences."""
     resources: Resources = field(default_factory=dict)
     """The memory and traffic of the call, if the property measures them."""
-    side_by_side: tuple[str, ...] = ()
-    """Lines with the entries that are farthest off: their value, and the value of the reference."""
     earlier: tuple[Problem, ...] = ()
     """Problems that must run first for the case to disagree. Empty if it needs none."""
 
@@ -61,8 +57,14 @@ class CaseResult:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The findings, and what to do."""
-        return (*self.findings, f"to do: {self.todo}") if self.todo else self.findings
+        """The findings. What to do comes after the first."""
+        return with_todo_second(self.findings, self.todo)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The statistics over their limit of outputs whose numbers the findings show, in words."""
+        shown = (comparison for comparison in self.comparisons if comparison.farthest)
+        return tuple(line for comparison in shown for line in explain_statistics(comparison))
 
     @property
     def says_what_to_do(self) -> bool:
@@ -119,7 +121,6 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
             if checked.says_nothing:
                 return CaseResult(problem=case.problem, held_to=name, fits=False)
         killed = frozenset(str(mutant) for mutant in killed_mutants(mutants, case))
-        shown = side_by_side(case) if checked.findings and held_to.needs_adequacy else ()
     except (RankFailure, CandidateError) as failure:
         kind = type(failure).__name__
         raised = (failure.kind, failure.site) if isinstance(failure, RankRaised) else None
@@ -133,44 +134,4 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
         faults=checked.faults,
         held_to=name,
         resources=checked.resources,
-        side_by_side=shown,
     )
-
-
-_OUTPUTS = 3
-"""The most outputs whose entries are shown."""
-_ENTRIES = 2
-"""The most entries that are shown of each output."""
-
-
-def side_by_side(case: Case) -> tuple[str, ...]:
-    """Returns lines with the entries of a case that are farthest off: their value, and the value
-    of the reference.
-
-    Entries are those of whole outputs, with ranks put together and padding dropped.
-    """
-    wrong = [comparison.output for comparison in case.comparisons if not comparison.agrees and comparison.values]
-    return tuple(line for output in wrong[:_OUTPUTS] for line in _entries(case, output))
-
-
-def _entries(case: Case, output: Output) -> Iterator[str]:
-    """Yields a line for each of the entries of an output that are farthest off."""
-    got, want = case.result.outputs[output], case.oracle.reference[output]
-    shape = got.shape
-    off = (got - want).abs().nan_to_num(nan=torch.inf)
-    off = off.masked_fill((got == want) | (got.isnan() & want.isnan()), 0.0)  # also equal infinities and NaNs
-    compared = case.oracle.compared(output)
-    if compared is not None:
-        off = off * compared
-    off, got, want = off.flatten(), got.flatten(), want.flatten()
-    for number in off.topk(min(_ENTRIES, off.numel())).indices.sort().values:
-        if off[number] > 0:
-            place = _place(output, number, shape)
-            yield f"{place}: got {float(got[number]):.9g}, want {float(want[number]):.9g}"
-
-
-def _place(output: Output, number: Tensor, shape: torch.Size) -> str:
-    """Returns the place of an entry in words, such as "grad of weight, vocab 3, hidden 0"."""
-    indices = torch.unravel_index(number, shape) if shape else ()
-    dims = [f"{dim} {int(index)}" for dim, index in zip(output.dims, indices, strict=True)]
-    return ", ".join([str(output), *dims])

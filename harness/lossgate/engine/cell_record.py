@@ -7,6 +7,7 @@ published schema.
 """
 
 import builtins
+from collections.abc import Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from math import inf
@@ -96,12 +97,14 @@ class Failure(Struct, frozen=True, kw_only=True):
     description: str
     """The problem in words."""
     findings: tuple[str, ...]
+    todo: str = ""
+    """What to do about the findings, in words."""
     symptoms: tuple[str, ...]
     """The outputs that disagree and other faults, or how the ranks failed."""
     shrink_calls: Count = 0
     """How many problems were tried to make the failing one smaller."""
-    side_by_side: tuple[str, ...] = ()
-    """The entries that are farthest off, in words: their value, and the value of the reference."""
+    statistics: tuple[str, ...] = ()
+    """The statistics over their limit of outputs whose numbers the findings show, in words."""
 
 
 class KnownFailureRecord(Struct, frozen=True, kw_only=True):
@@ -124,6 +127,11 @@ class Explained(Struct, frozen=True, kw_only=True):
     how: How
     """Whether the property holds once the fault that breaks the other is mended, or both raise the
     same error. If neither, the other may explain it."""
+
+
+def with_todo_second(findings: Sequence[str], todo: str) -> tuple[str, ...]:
+    """Returns findings in words, with what to do after the first."""
+    return (*findings[:1], f"to do: {todo}", *findings[1:]) if findings and todo else tuple(findings)
 
 
 class PropertyRecord(Struct, frozen=True, kw_only=True):
@@ -164,9 +172,8 @@ class PropertyRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The findings as reasons against AGREE, and what to do."""
-        reasons = tuple(f"{self.symptom}: {finding}" for finding in self.findings)
-        return (*reasons, f"to do: {self.remedy}") if reasons and self.remedy else reasons
+        """The findings as reasons against AGREE. What to do comes after the first."""
+        return with_todo_second([f"{self.symptom}: {finding}" for finding in self.findings], self.remedy)
 
 
 class LargeProblems(Struct, frozen=True, kw_only=True):
@@ -210,7 +217,8 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     reasons: tuple[str, ...] = ()
     """Why the verdict is not AGREE, in words."""
     causes: tuple[str, ...] = ()
-    """What may have gone wrong and what to do, in words; the likeliest first."""
+    """The cause and what to do, in words. If no cause is named: that there is none, then the places
+    where outputs are wrong."""
     cause: str = ""
     """The mistake that the first cause names. Empty if it names none."""
     explains: str = ""
@@ -341,10 +349,28 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
         return tuple(one.name for one in self.properties if one.problems and one.holds)
 
     @builtins.property
+    def told(self) -> tuple[str, ...]:
+        """Why the verdict is not AGREE, in words: the cause and what to do, then the reasons. If no
+        cause is named, a place where the outputs are wrong comes first, or else the first reason.
+        """
+        if self.cause:
+            return (*self.causes, *self.reasons)
+        return (*self.causes[1:2], *self.reasons, *self.causes[2:], *self.causes[:1])
+
+    @builtins.property
+    def first_told(self) -> str:
+        """The cause and what to do, in one line. If no cause is named, the first that is told."""
+        lines = self.causes if self.cause else self.told[:1]
+        broken = (one.remedy for one in self.properties if not one.holds and one.explained is None)
+        todo = next(broken, self.failure.todo if self.failure is not None else "")
+        if todo and len(lines) == 1:
+            lines = (*lines, f"to do: {todo}")
+        return "; ".join(line.partition("\n")[0] for line in lines)
+
+    @builtins.property
     def why(self) -> str:
-        """The reasons, the causes, and the entries that are farthest off, in one line."""
-        shown = self.failure.side_by_side if self.failure is not None else ()
-        return "; ".join((*self.reasons, *self.causes, *shown)) or "no reason is given"
+        """All that is told, in one line."""
+        return "; ".join(self.told) or "no reason is given"
 
 
 def with_sums(record: CellRecord) -> CellRecord:

@@ -98,7 +98,7 @@ class ComparedCell:
         """
         only_pooled = result is self.difference and self.differ and result.failure is None
         if not only_pooled:
-            return result.reasons
+            return result.record.told
         pooled = pooled_outputs(result.cases)
         return tuple(line for output in pooled for line in explain_pooled_difference(output, *self.names))
 

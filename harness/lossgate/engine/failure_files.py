@@ -66,7 +66,8 @@ class FailureFile:
     symptoms: tuple[str, ...] = ()
     """The symptoms in all problems of the cell. The smallest problem may show fewer."""
     causes: Annotated[tuple[_Line, ...], msgspec.Meta(max_length=_LINES)] = ()
-    """The causes that verify found, and what to do. They are only shown: no verdict uses them."""
+    """The cause that verify found and what to do, or else the places where outputs are wrong. They
+    are only shown: no verdict uses them."""
     earlier: tuple[Problem, ...] = ()
     """The problems that must run first for the example to disagree."""
     checksum: str = ""
@@ -161,6 +162,8 @@ def write_failure(result: CellResult, folder: Path) -> Path:
         cases, held_to, earlier = result.cases, result.cell.property.name, ()
     else:
         cases, held_to, earlier = (failure,), failure.held_to, failure.earlier
+    record = result.record
+    causes = record.causes if record.cause else record.causes[1:]
     content = FailureFile(
         candidate=_portable(result.cell.candidate),
         reasons=result.reasons,
@@ -170,8 +173,8 @@ def write_failure(result: CellResult, folder: Path) -> Path:
         property=held_to,
         world=result.cell.world,
         device=result.cell.device,
-        symptoms=result.record.symptoms,
-        causes=tuple(map(_line, result.record.causes[:_LINES])),
+        symptoms=record.symptoms,
+        causes=tuple(map(_line, causes[:_LINES])),
         earlier=earlier,
         checksum=_checksum([*earlier, *(case.problem for case in cases)]),
     )

@@ -96,8 +96,12 @@ class Replayed:
     """The verdict on the problems of the file alone. INCONCLUSIVE if no mistake could have shown on
     them."""
     findings: tuple[str, ...]
-    """Lines that say what is wrong, or why nothing is known; then the cause that verify found, if
-    the kernel is wrong in the same way as then; then the problems of the file."""
+    """Lines with the cause that verify found, if the kernel is wrong in the same way as then; then
+    what is wrong, or why nothing is known."""
+    statistics: tuple[str, ...]
+    """The statistics over their limit, in words."""
+    on: tuple[str, ...]
+    """The problems of the file, in words."""
     since: str
     """How the result compares with the file, in words; "" if nothing is known."""
     exact: bool
@@ -120,11 +124,11 @@ class Replayed:
         of = "" if cell.property.needs_adequacy else f"  {cell.property}"
         return f"{self.outcome}  {cell.candidate.name}{of}  {cell.dtype}  {cell.layout}"
 
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """The whole result as lines of text."""
-        below = [*self.findings, self.since] if self.since else self.findings
-        return (self.title, *(f"  {line}" for line in below))
+    def lines(self, *, whole: bool = False) -> tuple[str, ...]:
+        """Returns the result as lines of text, with the statistics if it is wanted as a whole."""
+        statistics = self.statistics if whole else ()
+        below = (*self.findings, *statistics, *self.on, self.since)
+        return (self.title, *(f"  {line}" for line in below if line))
 
 
 def replay_failure(
@@ -157,9 +161,9 @@ def replay_failure(
     since = since_written(failure, again.symptoms, exact=exact, other=candidate is not None)
     findings = [line for reason in reasons for line in reason.splitlines()]
     if candidate is None and is_as_it_was(failure, again.symptoms):
-        findings += [_as_said_by_verify(line) for line in failure.causes]
-    findings += _on(failure, again.failing)
-    return Replayed(cell, verdict, tuple(findings), since, exact)
+        findings = [*map(_as_said_by_verify, failure.causes), *findings]
+    statistics = again.failing.statistics if again.failing else ()
+    return Replayed(cell, verdict, tuple(findings), statistics, tuple(_on(failure, again.failing)), since, exact)
 
 
 def _as_said_by_verify(line: str) -> str:
@@ -209,14 +213,12 @@ def _is_somewhere(cell: Cell, case: CaseResult) -> bool:
 
 
 def _on(failure: FailureFile, failing: CaseResult | None) -> Iterator[str]:
-    """Yields lines that describe the problems, the wrong entries, and the calls before."""
+    """Yields lines that describe the problems, and the calls before."""
     if failure.pooled:
         yield f"on: {len(failure.examples)} problems, pooled"
     else:
         problem = failure.examples[0].problem if failing is None else failing.problem
         yield f"on: {problem.describe()}"
-    if failing is not None:
-        yield from (f"  {line}" for line in failing.side_by_side)
     if failure.earlier:
         yield f"after {counted(len(failure.earlier), 'call')} with other problems, in the same process"
 

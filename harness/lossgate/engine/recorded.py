@@ -236,9 +236,10 @@ def _failure(run: CellRun) -> Failure | None:
         problem=_as_json(run.failure.problem),
         description=run.failure.problem.describe(),
         findings=run.failure.findings,
+        todo=run.failure.todo,
         symptoms=run.failure.symptoms,
         shrink_calls=run.shrink_calls,
-        side_by_side=run.failure.side_by_side,
+        statistics=run.failure.statistics,
     )
 
 

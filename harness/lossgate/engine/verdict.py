@@ -19,10 +19,14 @@ from lossgate.judge.comparison import Comparison
 from lossgate.judge.explain import explain_pooled
 from lossgate.judge.pooled_output import Pooled, pool
 from lossgate.judge.pooling import FEWEST, LARGEST_MDE
+from lossgate.judge.statistics import SCALE
 from lossgate.specs.outputs import Output
 
 _SHOWN = 4
 """The most values of a choice that a line lists, and the most lines about known mistakes."""
+
+_MUCH_FARTHER = 10
+"""The scale over all problems is told if it is so many times farther off than on the smallest."""
 
 _EXPLAINED: Mapping[How, str] = {
     "mended": "broken for this reason alone",
@@ -129,8 +133,26 @@ def _names(run: CellRun) -> Iterator[str]:
 def _wrong(run: CellRun, pooled: Iterable[Pooled]) -> tuple[str, ...]:
     """Returns, in words, what is wrong beside the further properties. It is empty if nothing is."""
     if run.failure is not None and run.failure.held_to not in _names(run):
-        return run.failure.reasons
+        return (*run.failure.reasons, *_larger_in_all(run.failure, pooled))
     return pooled_disagreements(pooled)
+
+
+def _larger_in_all(failure: CaseResult, pooled: Iterable[Pooled]) -> Iterator[str]:
+    """Yields a line for the output that is farthest off over all problems, if its scale on the
+    smallest problem is much nearer to the reference.
+    """
+    shown = {comparison.output: abs(comparison.values.get(SCALE, 0.0)) for comparison in failure.comparisons}
+    more = [
+        one
+        for one in pooled
+        if one.output in shown and not one.scale_agrees and abs(one.scale) > _MUCH_FARTHER * shown[one.output]
+    ]
+    if more:
+        one = max(more, key=lambda one: abs(one.scale))
+        yield (
+            f"{one.output}: {1 + one.scale:.4g} times the reference over {counted(one.problems, 'problem')}; the "
+            "smallest problem shows less"
+        )
 
 
 def _gaps(run: CellRun, pooled: Sequence[Pooled]) -> Iterator[str]:

@@ -144,9 +144,7 @@ def _margin(cell: CellSummary) -> float:
 
 
 def _why(cell: CellSummary) -> str:
-    """Returns the first line of the reasons."""
-    lines = [line for reason in cell.reasons for line in reason.splitlines()]
-    return lines[0] if lines else "it has no reason"
+    return cell.first_told or "it has no reason"
 
 
 def _symptoms(cell: CellSummary) -> str:

@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from lossgate.judge.statistics import SCALE
 from lossgate.specs.outputs import Output
@@ -13,6 +13,20 @@ Manner = Literal["raises", "not finite", "missing", "wrong"]
 not reach an input, or anything else."""
 MANNERS: tuple[Manner, ...] = get_args(Manner)
 """The manners in the order in which failures are told."""
+
+
+class Entry(NamedTuple):
+    """An entry of an output that is off."""
+
+    place: str
+    """Its place by dims, such as "token 3, vocab 0"; "" if the output is a single number."""
+    got: float
+    want: float
+
+    @property
+    def relative(self) -> float | None:
+        """The difference relative to what was expected; None if that is 0."""
+        return abs(self.got - self.want) / abs(self.want) if self.want else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +42,9 @@ class Comparison:
     """The limit of each statistic."""
     where: Mapping[str, str] = field(default_factory=dict)
     """The number of the worst entry or block, by statistic."""
+    farthest: tuple[Entry, ...] = ()
+    """The entry with the greatest absolute difference, then that with the greatest relative one if
+    that is larger. Empty unless a statistic is over its limit, and for differences of kernels."""
     sd: float = 0.0
     """Standard deviation of SCALE over the ensemble."""
     mean: float = 0.0

@@ -1,21 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts a disagreement into words: which number differs, by how much, and its limit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from lossgate.judge.comparison import Comparison
+from lossgate.judge.comparison import Comparison, Entry
 from lossgate.judge.pooled_output import Pooled
 from lossgate.judge.statistics import NOISE, SCALE, WORST
 
 _SHOWN = 2
-"""The most statistics that are shown for an output: if the scale is wrong, so are all others."""
+"""The most statistics that are shown for an output: if the scale is wrong, so are all others. And
+the most outputs whose numbers are shown."""
 
 
-def explain(comparison: Comparison) -> Iterator[str]:
-    """Yields a line for each fault and for each statistic over its limit, the scale first."""
-    output = f"{comparison.output}, {comparison.called}" if comparison.called else str(comparison.output)
-    for fault in comparison.faults:
-        yield f"{output}: {fault}"
+def explain(comparisons: Iterable[Comparison]) -> Iterator[str]:
+    """Yields a line for each fault, and lines for the numbers that are off, as plain as they are.
+
+    The numbers of a few outputs are shown; a last line names the others. Comparisons that know no
+    entries say their statistics.
+    """
+    named: list[str] = []
+    for number, comparison in enumerate(one for one in comparisons if not one.agrees):
+        output = _named(comparison)
+        yield from (f"{output}: {fault}" for fault in comparison.faults)
+        if not comparison.farthest:
+            yield from explain_statistics(comparison)
+        elif number < _SHOWN:
+            yield f"{output}: {_apart(comparison.farthest)}"
+        else:
+            named.append(output)
+    if named:
+        yield f"also off: {'; '.join(named)}"
+
+
+def _named(comparison: Comparison) -> str:
+    return f"{comparison.output}, {comparison.called}" if comparison.called else str(comparison.output)
+
+
+def _apart(farthest: Sequence[Entry]) -> str:
+    """Returns the greatest differences with their numbers, in words."""
+    first, last = farthest[0], farthest[-1]
+    at, greatest = (f" at {first.place}", "greatest ") if first.place else ("", "")
+    words = f"got {first.got:.9g}, want {first.want:.9g}{at}; {greatest}absolute difference "
+    words += f"{abs(first.got - first.want):.3g}"
+    if last.relative is None:
+        return words
+    words += f", {greatest}relative difference {last.relative:.3g}"
+    return words if last == first else f"{words} (got {last.got:.3g}, want {last.want:.3g} at {last.place})"
+
+
+def explain_statistics(comparison: Comparison) -> Iterator[str]:
+    """Yields a line for each statistic over its limit, the scale first."""
+    output = _named(comparison)
     for name in _exceeded(comparison):
         value, limit = comparison.values[name], comparison.limits[name]
         if name == SCALE:

@@ -33,7 +33,7 @@ class Checked:
     @property
     def findings(self) -> tuple[str, ...]:
         """Everything that is wrong, in words; nothing if the property holds."""
-        return (*self.faults, *(line for comparison in self.comparisons for line in explain(comparison)))
+        return (*self.faults, *explain(self.comparisons))
 
 
 def called(words: str, comparisons: Iterable[Comparison]) -> Iterator[Comparison]:

@@ -186,6 +186,8 @@ def lossgate_run(
         failures(CellFinished(result, mended))
         request.config.stash[_EVIDENCE].tell(result, failures.replay(result), record_property)
         if result.record.counts_as(numbers_only=settings.numbers_only) is not Verdict.AGREE:
-            pytest.fail("\n".join([*describe_cell(result, failures.replay(result)), *unwritten]), pytrace=False)
+            whole = request.config.get_verbosity() > 0
+            lines = describe_cell(result, failures.replay(result), whole=whole)
+            pytest.fail("\n".join([*lines, *unwritten]), pytrace=False)
 
     return run

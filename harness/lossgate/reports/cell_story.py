@@ -33,7 +33,7 @@ def print_story(console: Console, record: CellRecord, results: Sequence[CellSumm
     shown = results[-1]
     broken = f": {broken}" if (broken := broken_in_words([shown])) else ""
     console.print(f"{marked(shown)}  {escaped(f'{record.key}{broken}')}", soft_wrap=True)
-    for line in [*describe(shown), *(f"  {escaped(line)}" for line in _about(record, results))]:
+    for line in [*describe(shown, whole=True), *(f"  {escaped(line)}" for line in _about(record, results))]:
         print_detail(console, line)
     if record.outputs:
         console.print()

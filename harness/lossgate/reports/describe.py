@@ -11,7 +11,6 @@ from rich.text import Text
 
 from lossgate.base.spelling import counted
 from lossgate.engine.cell_record import CellRecord
-from lossgate.reports.causes import CausesSoFar, causes_in_common
 from lossgate.reports.console import make_console, printable, printable_lines
 from lossgate.reports.shown_verdict import STYLES, ShownVerdict, broken_in_words, share
 
@@ -67,21 +66,30 @@ def heading(cell: CellRecord, *, placed: bool = False) -> str:
     """
     place = f"  on {cell.key.place}" if placed and cell.key.place else ""
     broken = f": {broken}" if (broken := broken_in_words([cell])) else ""
-    return f"{marked(cell)}  {escaped(cell.candidate)}  {escaped(f'{cell.dtype}  {cell.layout}{place}{broken}')}"
+    return f"{marked(cell)}  {escaped(cell.candidate)}  {escaped(f'{place_of(cell)}{place}{broken}')}"
 
 
-def describe(cell: CellRecord, so_far: CausesSoFar | None = None) -> list[str]:
-    """Returns in full why a cell does not agree, in lines of rich markup.
+def place_of(cell: CellRecord) -> str:
+    """Returns dtype and layout of a cell, after its property unless that is agreement."""
+    of = "" if cell.property == "agreement" else f"{cell.property}  "
+    return f"{of}{cell.dtype}  {cell.layout}"
+
+
+def describe(cell: CellRecord, *, whole: bool = False) -> list[str]:
+    """Returns why a cell does not agree, the cause first, in lines of rich markup.
 
     Args:
         cell: what is shown.
-        so_far: the causes of other cells that were shown. The cause of this cell is added.
+        whole: whether statistics are shown, and what the cause explains.
     """
-    found = (*printable_lines(cell.reasons), *(so_far or CausesSoFar()).lines(cell))
-    lines = [f"  {escape(line)}" for line in found]
-    if (failure := cell.failure) is not None:
-        lines.append(f"  on: {escaped(failure.description)}{_tries(failure.shrink_calls)}")
-        lines += [f"    {escape(line)}" for line in printable_lines(failure.side_by_side)]
+    lines = [f"  {escape(line)}" for line in printable_lines(cell.told)]
+    failure = cell.failure
+    if whole:
+        statistics = failure.statistics if failure is not None else ()
+        explains = (cell.explains,) if cell.explains else ()
+        lines += [f"  {escape(line)}" for line in printable_lines((*statistics, *explains))]
+    if failure is not None:
+        lines.append(f"  on: {escaped(failure.description)}{_tries(failure.shrink_calls) if whole else ''}")
     if cell.replay is not None:
         lines.append(replay_line(escaped(cell.replay)))
     return lines
@@ -120,11 +128,10 @@ def marked(cell: CellRecord) -> str:
 
 
 def print_remarks(console: Console, cells: Sequence[CellRecord]) -> None:
-    """Prints remarks on cells: the causes that they have in common, choices that were not
-    distinguished, properties to which they were not held, and problems that they were not given.
+    """Prints remarks on cells: choices that were not distinguished, properties to which they were
+    not held, and problems that they were not given.
     """
     for lines in (
-        causes_in_common(cells),
         remark_lines(NOT_DISTINGUISHED, ((cell.candidate, cell.not_distinguished) for cell in cells)),
         remark_lines(EXEMPT, ((cell.candidate, in_pairs(cell.exempt)) for cell in cells)),
         remark_lines(EXCLUDED, ((cell.candidate, in_pairs(cell.excluded)) for cell in cells)),

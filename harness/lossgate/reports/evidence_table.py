@@ -107,19 +107,19 @@ def _print_runs(console: Console, gathered: Gathered) -> None:
 
 def _print_failures(console: Console, cells: Iterable[CellRecord]) -> None:
     """Prints why cells do not agree: the first cells of a candidate, then the number of others."""
-    failing: dict[str, list[CellRecord]] = {}
+    by_candidate: dict[str, list[CellRecord]] = {}
     for cell in cells:
-        if not cell.passes:
-            failing.setdefault(cell.candidate, []).append(cell)
-    for of_candidate in list(failing.values())[:_CANDIDATES]:
+        by_candidate.setdefault(cell.candidate, []).append(cell)
+    failing = [own for own in by_candidate.values() if not all(cell.passes for cell in own)]
+    for of_candidate in failing[:_CANDIDATES]:
         stories = Stories(placed=True)
         for cell in of_candidate:
             for line in stories.of(cell, listed=False):
                 print_detail(console, line)
-        for line in stories.more_of_others(None):
+        for line in stories.end():
             print_detail(console, line)
-    if others := list(failing.values())[_CANDIDATES:]:
-        left = counted(sum(map(len, others)), "more cell")
+    if others := failing[_CANDIDATES:]:
+        left = counted(sum(not cell.passes for own in others for cell in own), "more cell")
         console.print(f"and {left} of {counted(len(others), 'other candidate')}", soft_wrap=True)
 
 

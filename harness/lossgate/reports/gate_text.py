@@ -10,7 +10,6 @@ from rich.markup import escape
 
 from lossgate.base.spelling import counted
 from lossgate.gate.gate_verdict import Committed, GatedCell, GateReason, GateVerdict
-from lossgate.reports.causes import CausesSoFar
 from lossgate.reports.console import printable_lines
 from lossgate.reports.describe import escaped, print_detail, replay_line
 from lossgate.reports.gate_files.findings import GateFinding, GateFindings
@@ -108,4 +107,4 @@ def _quoted(finding: GateFinding) -> Sequence[str]:
     if not finding.blocker.why or finding.cell is None or finding.cell.summary is None:
         return ()
     summary = finding.cell.summary
-    return (*printable_lines(summary.reasons), *CausesSoFar().lines(summary))
+    return printable_lines(summary.told)

@@ -18,7 +18,7 @@ from lossgate.base.spelling import counted
 from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.cell_record import CellRecord
 from lossgate.engine.events import CellAgrees, CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
-from lossgate.reports.console import make_console, print_whole, printable, printable_lines
+from lossgate.reports.console import make_console, print_whole, printable
 from lossgate.reports.describe import describe, escaped, heading, print_detail, print_remarks, size_lines
 from lossgate.reports.failures import FailureFiles
 from lossgate.reports.shown_verdict import ShownVerdict, percent, share
@@ -161,7 +161,9 @@ class Terminal:
 
     def _cell(self, result: CellResult) -> None:
         cell = replace(result.record, replay=self._failures.replay(result))
-        self._print(self._stories.more_of_others(cell))
+        story = [*self._stories.of(cell, listed=self._lists_all)]
+        if cell.passes:  # what is left to say of the candidate before
+            self._print(story)
         if cell.passes and self._lists_all:
             print_detail(self.console, _line(cell))
         if self._volume is not Volume.QUIET:
@@ -169,7 +171,7 @@ class Terminal:
             remarks = [f" {result.run.remark}"] if result.run.remark else []
             self._print(f"  {escaped(where)} {escaped(line)}" for line in [*size_lines(cell), *remarks])
         if not cell.passes:
-            self._print(self._stories.of(cell, listed=self._lists_all))
+            self._print(story)
         if self._volume is not Volume.QUIET or not cell.passes:
             self._print(map(escape, self._printed.new(cell.candidate, result.printed)))
 
@@ -181,10 +183,10 @@ class Terminal:
 
     def _finish(self, event: RunFinished) -> None:
         self.close()
-        self._print(self._stories.more_of_others(None))
+        self._print(self._stories.end())
         cells = [result.record for result in event.results]
         if self._volume is not Volume.QUIET and cells:
-            print_whole(self.console, verdict_table(cells))
+            print_whole(self.console, verdict_table(cells, glossary=self._volume is Volume.VERBOSE))
             print_remarks(self.console, cells)
         self._print(map(escaped, unfit_specs(event.results)))
         self._print(_skipped_lines(self._skipped))
@@ -233,20 +235,20 @@ class _PrintedLines:
         return lines
 
 
-def describe_cell(result: CellResult, replay: str | None) -> list[str]:
-    """Describes in full why a cell does not agree, in lines of plain text.
+def describe_cell(result: CellResult, replay: str | None, *, whole: bool = False) -> list[str]:
+    """Describes why a cell does not agree, in lines of plain text.
 
-    The first line is the verdict and the first finding, because it is all that pytest's summary
+    The first line is the verdict, the cause and what to do, because it is all that pytest's summary
     shows.
 
     Args:
         result: a cell that is not AGREE.
         replay: the command that judges its failure again, if there is one.
+        whole: whether statistics are shown.
     """
     cell = replace(result.record, replay=replay)
-    lines = [heading(cell), *describe(cell)]
-    first = [f"{ShownVerdict.of(cell)}: {line}" for line in printable_lines(cell.reasons)[:1]]
-    return [*first, *(Text.from_markup(line).plain for line in lines)]
+    lines = [heading(cell), *describe(cell, whole=whole)]
+    return [printable(f"{ShownVerdict.of(cell)}: {cell.first_told}"), *(Text.from_markup(line).plain for line in lines)]
 
 
 def _skipped_lines(skipped: Sequence[CellSkipped]) -> list[str]:

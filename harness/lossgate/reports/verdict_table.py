@@ -57,19 +57,18 @@ _IN_LAYOUTS = r"(?<=up to )|(?<=,)(?=\w)"
 """Layouts may be broken after "up to" and between axes."""
 
 
-def verdict_table(cells: Iterable[CellRecord], *, placed: bool = False) -> "VerdictTable":
+def verdict_table(cells: Iterable[CellRecord], *, placed: bool = False, glossary: bool = False) -> "VerdictTable":
     """Makes the table with a row for each candidate, property, dtype and place, over all layouts.
 
     Args:
         cells: what is shown.
         placed: whether an unusual world and device is part of the name.
+        glossary: whether the columns are explained below the table.
 
     Returns:
         A table for ``rich``. It chooses its columns by the width of the console that prints it.
     """
-    groups = rows_of(cells)
-    several = len({cell.property for group in groups for cell in group}) > 1
-    return VerdictTable([_Row.of(group, name_property=several, placed=placed) for group in groups])
+    return VerdictTable([_Row.of(group, placed=placed) for group in rows_of(cells)], glossary=glossary)
 
 
 def rows_of(cells: Iterable[CellRecord]) -> list[list[CellRecord]]:
@@ -128,13 +127,13 @@ class _Row:
     good_for: str
 
     @classmethod
-    def of(cls, cells: Sequence[CellRecord], *, name_property: bool, placed: bool) -> Self:
+    def of(cls, cells: Sequence[CellRecord], *, placed: bool) -> Self:
         """Makes the row of the cells of one candidate, property, dtype and place."""
         cell = cells[0]
         counts = Counter(map(ShownVerdict.of, cells))
         margins = [cell.margin for cell in cells if cell.comparisons]
         effects = [cell.mde for cell in cells if cell.expected or cell.outcome is not Outcome.DISAGREE]
-        name = f"{cell.candidate} {cell.property}" if name_property else cell.candidate
+        name = cell.candidate if cell.property == "agreement" else f"{cell.candidate} {cell.property}"
         return cls(
             name=printable(f"{name} on {cell.key.place}" if placed and cell.key.place else name),
             verdicts=tuple((counts[shown], shown) for shown in sorted(counts, key=lambda shown: shown.order)),
@@ -223,15 +222,15 @@ def _fold(text: Text, width: int, breaks: str) -> Text:
 
 
 class VerdictTable:
-    """The verdicts as a table that fits the console, with a caption below it.
+    """The verdicts as a table that fits the console.
 
     As the console narrows, ``good for`` is dropped first, then ``comparisons``, then ``problems``.
     Then the names are folded and the layouts wrapped. Then dtype and layouts share a column. Below
     a width of 60, the other numbers may be dropped, too.
     """
 
-    def __init__(self, rows: Sequence[_Row]) -> None:
-        self._rows = rows
+    def __init__(self, rows: Sequence[_Row], *, glossary: bool = False) -> None:
+        self._rows, self._glossary = rows, glossary
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns, widths = self._fitting(console, options)
@@ -253,7 +252,7 @@ class VerdictTable:
             table.add_row(*cells)
         yield ""
         yield table
-        yield Text(f"\n{_CAPTION}\n", style="dim") if any(column.right for column in columns) else ""
+        yield Text(f"\n{_CAPTION}\n", style="dim") if self._glossary else ""
 
     def _fitting(self, console: Console, options: ConsoleOptions) -> tuple[list[_Column], list[int]]:
         """Returns the first choice of columns that fits, or else the last, and their widths."""

@@ -133,9 +133,8 @@ def test_a_gradient_alone_says_so(factor: float, words: str) -> None:
         return right.kernel(replace(inputs, weight=scale_gradient(inputs.weight, factor)), options, mesh)
 
     found = diagnosed(replace(right, kernel=scaled, name="scaled"), "single")
-    assert found.sentences[0].startswith(
-        f"cause: the gradient of weight: {words} in every problem; this explains all 9 "
-    )
+    assert found.sentences[0] == f"cause: the gradient of weight: {words} in every problem"
+    assert found.explains.startswith("this explains all 9 failing problems")
 
 
 @pytest.mark.slow(but=1)
@@ -152,7 +151,8 @@ def test_a_number_of_parts_is_told_from_a_fixed_factor(size: int, divided: bool)
     whole = f"{'divided' if divided else 'multiplied'} by a whole number"
     assert (names(found)[0] == whole) == (size == 8)
     if size == 8:
-        assert ", such as the number of chunks or micro-batches; this explains all " in found.sentences[0]
+        assert ", such as the number of chunks or micro-batches" in found.sentences[0]
+        assert found.explains.startswith("this explains all ")
 
 
 @pytest.mark.slow
@@ -274,7 +274,9 @@ def test_a_mistake_beside_another_says_where_it_is_alone() -> None:
     assert names(found) == ["valid_tokens is one too many"]
     assert found.condition == ", except with reduction='sum'"
     held = f"this explains {found.problems} of {found.failing} failing problems (single), and none"
-    assert f", except with reduction='sum'; {held}" in found.sentences[0]
+    part = f", in {found.problems} of {found.failing} failing problems"
+    assert found.sentences[0].endswith(f", except with reduction='sum'{part}")
+    assert found.explains.startswith(held)
     assert found.problems < found.failing
 
 
@@ -371,11 +373,14 @@ def test_mistakes_that_the_problems_do_not_tell_apart_are_one_of_these() -> None
     unsure = Diagnosis(causes=(one, other), problems=9, layouts=("single",), asked=20)
     sure = replace(unsure, causes=(one, replace(other, same_as_before=True)))
     (said,) = unsure.sentences
-    assert said.startswith("cause: one of these, which the problems do not tell apart: a is lost; or: b is lost; this")
-    assert sure.sentences[0].startswith(
-        "cause: a is lost; or, with the same effect on these problems: b is lost; this explains all 9 failing problems"
+    assert said == "cause: one of these, which the problems do not tell apart: a is lost; or: b is lost"
+    assert sure.sentences == (
+        "cause: a is lost; or, with the same effect on these problems: b is lost",
+        "to do: add a",
     )
-    assert sure.sentences[1:] == ("to do: add a",)
+    assert (
+        sure.explains == "this explains all 9 failing problems (single), and none of the 18 other known mistakes does"
+    )
 
 
 def test_too_few_failing_problems_tell_nothing() -> None:
@@ -385,11 +390,10 @@ def test_too_few_failing_problems_tell_nothing() -> None:
 def test_the_cause_is_shown_and_written() -> None:
     result = verified(cross_entropy_with(STYLE, "denominator n+1"), "single")
     cause, todo = result.record.causes
-    assert cause.startswith(
-        "cause: in place of valid_tokens the kernel takes valid_tokens + 1; "
-        "this explains all 9 failing problems (single), and none of the "
-    )
+    assert cause == "cause: in place of valid_tokens the kernel takes valid_tokens + 1"
     record = result.record
+    assert record.explains.startswith("this explains all 9 failing problems (single), and none of the ")
+    assert record.told == (cause, todo, *record.reasons)
     assert record.causes == (cause, todo)
 
 

@@ -178,7 +178,7 @@ def test_a_property_that_fails_by_rounding_says_what_to_declare_before_its_own_r
     # On another problem the sum of the weight's gradient explains as much, and is named.
     result = judged(product, {"logits": BF16}, "hopeless-labels", seed=2)
     assert result.verdict is Verdict.DISAGREE
-    assert result.reasons[-1].startswith(
+    assert result.reasons[1].startswith(
         "to do: if the kernel rounds the gradient of the logits to bfloat16, declare for bfloat16 "
         "Precision(logits='bfloat16', dlogits='bfloat16'); with this declaration, the property holds. If not, "
         "compute logit - logsumexp"
@@ -193,7 +193,7 @@ def test_a_property_that_fails_by_more_than_rounding_has_its_own_remedy_alone() 
 
     result = judged(adds_a_little, PRODUCT, "hopeless-labels")
     assert result.verdict is Verdict.DISAGREE
-    assert result.reasons[-1].startswith("to do: compute logit - logsumexp")
+    assert result.reasons[1].startswith("to do: compute logit - logsumexp")
 
 
 @pytest.mark.slow(but=1)
@@ -204,9 +204,9 @@ def test_a_mistake_beside_undeclared_rounding_is_named_with_both(losses: Any) ->
         return torch.where(inputs.mask, losses(inputs), 0.0).sum() / (inputs.valid_tokens + 1)
 
     cause, *_ = sentences(run_cell(Cell(off_by_one, Layout(), BF16), Settings(shrink_calls=20)))
-    assert cause.startswith(
+    assert cause == (
         "cause: in place of valid_tokens the kernel takes valid_tokens + 1. In addition, it rounds more to bfloat16 "
-        "than its declared precision says; "
+        "than its declared precision says"
     )
 
 

@@ -95,7 +95,9 @@ def test_all_that_a_record_says_is_shown() -> None:
         verdict="DISAGREE",
         reasons=("too large",),
         faults=("rank 1 failed",),
-        causes=("a sum is missing",),
+        causes=("cause: a sum is missing", "to do: add it"),
+        cause="a sum is missing",
+        explains="this explains all",
         failure=failure("small"),
         outputs=(output(0.5, pooled=PooledRecord(problems=3, scale=0.01, limit=1.23456e-6), planted={"zero": 0.5}),),
         coverage={"masked token": 2, "extra": 1},
@@ -120,9 +122,9 @@ def test_all_that_a_record_says_is_shown() -> None:
     def texts(numbers: list[int]) -> list[str]:
         return [kept.texts.values[number] for number in numbers]
 
-    assert texts(shown["reasons"]) == ["too large"]
+    assert texts(shown["reasons"]) == ["cause: a sum is missing", "to do: add it", "too large"]
     assert texts(shown["faults"]) == ["rank 1 failed"]
-    assert texts(shown["causes"]) == ["a sum is missing"]
+    assert texts([shown["explains"]]) == ["this explains all"]
     assert texts(shown["surviving"]) == ["epsilon"]
     assert texts(shown["equivalent"]) == ["beta"]
     assert texts(shown["alike"]) == ["beta 0 and 1"]

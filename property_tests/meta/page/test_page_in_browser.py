@@ -369,7 +369,7 @@ def test_runs_of_one_day_have_names_that_differ_and_do_not_touch(
 def test_a_cell_that_fails_says_each_thing_once(desk: Desk, real: Sequence[CellRecord]) -> None:
     wrong = real[-1]
     command = wrong.replay
-    wrong_why = "; ".join((*wrong.reasons, *wrong.causes, *wrong.failure.side_by_side))
+    wrong_why = "; ".join(wrong.told)
     message = f"it disagrees: {wrong_why}. Replay: {command}"
     closed = replace(blocker(GateReason.DISAGREE, message=message), cell=wrong.key)
     reader = desk.open(page(wrong, gate=gate(gated(wrong, closed, required=False))))

@@ -63,7 +63,7 @@ def with_the_last_buffer(loss: Tensor, mesh: Any) -> Tensor:
 SHOWN: dict[str, tuple[str, Wrap, str]] = {
     "rows with gaps": ("strided-inputs", on_inputs(as_rows), "rows have gaps, as logits[:, :-1]"),
     "from the middle": ("strided-inputs", on_inputs(from_the_start), "within a larger tensor, as base[1:]"),
-    "frozen": ("no-grad", on_inputs(nothing_if_frozen), "loss, if no input needs a gradient: 0 times the reference"),
+    "frozen": ("no-grad", on_inputs(nothing_if_frozen), "loss, if no input needs a gradient: got 0, want "),
     "kept": ("no-leaks", on_loss(with_a_buffer), "each call leaves 256 more bytes of tensors alive, in 4 equal calls"),
 }
 

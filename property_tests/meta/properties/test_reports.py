@@ -80,7 +80,7 @@ def test_a_broken_property_is_told_with_what_to_do(verify: Verify, folder: Path,
         "PROMISE BROKEN  product  float32  single: numbers agree, 1 promise broken: masked-nan",
         "  property masked-nan: loss: 1 of 1 entries are not finite; the reference is finite there",
         "  to do: select before computing: torch.where(mask, x, 0.0), because 0 * NaN is NaN",
-        f"  on: {SMALLEST}  (after 4 tries to make it smaller)",
+        f"  on: {SMALLEST}",
         "  replay: lossgate",
     ]
     (file,) = (folder / ".lossgate").glob("failure-product-masked-nan-float32-single-*.json")
@@ -109,9 +109,9 @@ def test_a_property_alone_has_cells_of_its_own(verify: Verify) -> None:
     done = verify("product", "--property", "masked-nan", "--property", "no-grad")
     said = [line for line in done.stdout.splitlines() if line.startswith(("PROMISE BROKEN", "AGREE", "  to do"))]
     assert [line.split(":")[0] for line in said] == [
-        "PROMISE BROKEN  product  float32  single",
+        "PROMISE BROKEN  product  masked-nan  float32  single",
         "  to do",
-        "AGREE  product  float32  single",
+        "AGREE  product  no-grad  float32  single",
     ]
     assert "product masked-nan" in done.stdout
     assert "2 cells: 1 AGREE, 1 PROMISE BROKEN (1 promise broken: masked-nan)" in done.stdout
@@ -137,8 +137,8 @@ def test_what_a_candidate_is_exempt_from_stands_below_the_table(verify: Verify) 
 
 @pytest.mark.slow
 def test_a_property_that_a_fresh_process_keeps_is_told_as_that(verify: Verify) -> None:
-    first, second, remedy = story(verify("late"))[1:4]
-    assert first.startswith("  property no-grad: loss: 2 times the reference")
+    first, remedy, second = story(verify("late"))[1:4]
+    assert first.startswith("  property no-grad: loss: got ")
     assert second == (
         "  property no-grad: wrong only after other calls in the same process: in a fresh process this problem "
         "agreed in 20 of 20 calls, and so it will in a replay"

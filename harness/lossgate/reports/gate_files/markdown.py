@@ -92,7 +92,7 @@ def _replay(cell: GatedCell) -> str:
     assert failure is not None
     problem = code(one_line(failure.description, _LONGEST_MESSAGE))
     replay = f"\n{code_block(command, 'sh')}" if command else ""
-    return f"{code(str(cell.key))} on {problem}:\n\n{''.join(map(_line, failure.findings))}{replay}\n"
+    return f"{code(str(cell.key))} on {problem}:\n\n{''.join(map(_line, cell.summary.told))}{replay}\n"
 
 
 def _inputs(verdict: GateVerdict) -> Iterator[str]:

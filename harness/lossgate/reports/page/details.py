@@ -131,7 +131,7 @@ class Details:
                 shown["moments"] = len(moments)
         elif entry.gated is not None and (summary := entry.gated.summary) is not None:
             shown |= {
-                "reasons": self._all(summary.reasons),
+                "reasons": self._all(summary.told),
                 "failure": self._failure(summary.failure),
                 "replay": self._text(summary.replay or ""),
             }
@@ -149,10 +149,10 @@ class Details:
         known = record.known_failure
         run = self._runs.get(record.run)
         return {
-            "reasons": self._all(record.reasons),
+            "reasons": self._all(record.told),
             "broken": self._text(broken_in_words([record])),
             "faults": self._all(record.faults),
-            "causes": self._all(record.causes),
+            "explains": self._text(record.explains),
             "failure": self._failure(record.failure),
             "replay": self._text(record.replay or ""),
             "known": [self._text(known.name), int(known.expected), self._text(known.example)] if known else None,
@@ -187,7 +187,7 @@ class Details:
 
     def _failure(self, failure: Failure | None) -> list[Any] | None:
         """Returns the problem, its description, the findings, the number of tries to make it
-        smaller, and lines that show results next to what was expected.
+        smaller, and the statistics that are over their limit.
         """
         if failure is None:
             return None
@@ -196,7 +196,7 @@ class Details:
             self._text(failure.description),
             self._all(failure.findings),
             failure.shrink_calls,
-            self._all(failure.side_by_side),
+            self._all(failure.statistics),
         ]
 
     def _output(self, output: OutputRecord) -> list[Any]:

@@ -124,7 +124,7 @@ class PageCell:
     @property
     def reasons(self) -> Sequence[str]:
         """Why the cell does not agree, in words."""
-        return self.source.reasons if self.source is not None else ()
+        return self.source.told if self.source is not None else ()
 
     @property
     def _verdict(self) -> str:

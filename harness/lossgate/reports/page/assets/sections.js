@@ -50,19 +50,16 @@ function knownSection({ details: { known } }) {
     make('p', { className: 'note' }, `Its example has the digest ${text(known[2]).slice(0, 16)}.`));
 }
 
-function causesSection({ details: { causes } }) {
-  return causes ? section('What may have gone wrong', points(texts(causes))) : null;
-}
-
-function failureSection({ details: { failure, faults, reasons, replay } }) {
+function failureSection({ details: { failure, faults, reasons, explains, replay } }) {
   const said = new Set(texts(reasons));
   const others = [...new Set([...texts(failure ? failure[2] : []), ...texts(faults)])].filter((finding) => !said.has(finding));
   if (!failure) return others.length ? section('Findings', points(others)) : null;
-  const [problem, description, , calls, sideBySide] = failure;
+  const [problem, description, , calls, statistics] = failure;
   const tried = calls ? ` ${counted(calls, 'problem was', 'problems were')} tried to make it smaller.` : '';
   return section('The smallest problem that disagrees', make('p', {}, quote(text(description)), `.${tried}`),
     others.length ? points(others) : null,
-    sideBySide.length ? points(texts(sideBySide)) : null,
+    statistics.length ? points(texts(statistics)) : null,
+    text(explains) ? make('p', {}, quote(`Of the cause: ${text(explains)}.`)) : null,
     text(replay) ? [make('p', { className: 'note' }, 'This command judges it again:'), command(text(replay))] : null,
     folded('the problem as JSON', problemText(problem)));
 }
@@ -248,6 +245,6 @@ function originSection({ details, spec }) {
 }
 
 const SECTIONS = [
-  reasonsSection, knownSection, causesSection, failureSection, pooledSection, trendSection, errorsSection, coverageSection,
+  reasonsSection, knownSection, failureSection, pooledSection, trendSection, errorsSection, coverageSection,
   mutantsSection, mistakesSection, propertiesSection, worstSection, resourcesSection, originSection,
 ];
