@@ -255,10 +255,10 @@ def test_in_a_file(name: str) -> None:
     compare(f"{name}-file", text.getvalue())
 
 
-STYLES = {"0": "/", "1": "bold", "2": "dim", "31": "red", "32": "green", "33": "yellow", "36": "cyan"}
+STYLES = {"0": "/", "1": "bold", "2": "dim", "31": "red", "32": "green", "33": "yellow", "35": "magenta", "36": "cyan"}
 
 
-@pytest.mark.parametrize("name", ["verify", "verify-crash", "replay"])
+@pytest.mark.parametrize("name", ["verify", "verify-crash", "verify-promise", "replay"])
 def test_in_colour(name: str) -> None:
     """What is coloured or bold, and how."""
     text = StringIO()

@@ -117,7 +117,7 @@ class _Row:
     verdicts: tuple[tuple[int, ShownVerdict], ...]
     """The number of cells with each verdict, the worst verdict first."""
     broken: str
-    """The promises that are broken."""
+    """The promises that are broken; "" if the row is of the only one."""
     dtype: str
     layouts: str
     worst: str
@@ -137,7 +137,7 @@ class _Row:
         return cls(
             name=printable(f"{name} on {cell.key.place}" if placed and cell.key.place else name),
             verdicts=tuple((counts[shown], shown) for shown in sorted(counts, key=lambda shown: shown.order)),
-            broken=broken_names(cells),
+            broken=broken_names(cells) if cell.property == "agreement" else "",
             dtype=printable(cell.dtype),
             layouts=_layouts(cells),
             worst=share(_largest(margins)) if margins else _NOTHING,
@@ -161,8 +161,9 @@ class _Row:
         for count, shown in self.verdicts:
             number = f"{count} x " if len(self.verdicts) > 1 else ""
             mark = _MARK if shown.wrong and shown.word is Outcome.DISAGREE else ""
-            breaks = shown.wrong and shown.word is Outcome.PROMISE_BROKEN
-            note = f" {f'({self.broken})' if breaks else shown.note}".rstrip() if notes else ""
+            breaks = self.broken if shown.wrong and shown.word is Outcome.PROMISE_BROKEN else ""
+            said = f"({breaks})" if breaks else shown.note
+            note = f" {said}" if notes and said else ""
             lines.append(Text(f"{number}{shown.word}{mark}{note}", shown.style))
         return Text("\n").join(lines)
 
