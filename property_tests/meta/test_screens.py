@@ -290,7 +290,15 @@ def evidence(folder: Path) -> None:
     """Evidence of two runs, and a policy."""
     name = "fused_linear_cross_entropy"
     before = [cell(), cell(candidate=name), cell(candidate=name, layout="tp=2"), inconclusive(candidate="unsure")]
-    after = [cell(), cell(candidate=name), disagreeing(candidate=name, layout="tp=2"), inconclusive(candidate="unsure")]
+    cause = "valid_tokens is not summed over tp"
+    wrong = disagreeing(
+        candidate=name,
+        layout="tp=2",
+        reasons=FOUND,
+        cause=cause,
+        causes=(f"cause: {cause}", "to do: sum valid_tokens over tp"),
+    )
+    after = [cell(), cell(candidate=name), wrong, inconclusive(candidate="unsure")]
     write(folder / "before.jsonl", whole_run(before))
     write(folder / "after.jsonl", whole_run(after, run="run-2"))
     (folder / "gate.toml").write_text('schema = 1\n[[require]]\ncandidates = ["*"]\n')

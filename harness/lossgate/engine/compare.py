@@ -97,8 +97,8 @@ class ComparedCell:
         the names of both kernels.
         """
         only_pooled = result is self.difference and self.differ and result.failure is None
-        if not only_pooled:
-            return result.record.told
+        if not only_pooled:  # the cause is told of the kernel that is wrong
+            return result.reasons if result is self.difference else result.record.told
         pooled = pooled_outputs(result.cases)
         return tuple(line for output in pooled for line in explain_pooled_difference(output, *self.names))
 
