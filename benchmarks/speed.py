@@ -89,7 +89,7 @@ def measure(name: str, command: Sequence[str], aim: float, folder: Path, *, stor
         with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                if not first and line.split(maxsplit=1)[:1] in (["AGREE"], ["DISAGREE"], ["INCONCLUSIVE"]):
+                if not first and line.split(maxsplit=1)[:1] in (["AGREE"], ["DISAGREE"], ["PROMISE"], ["INCONCLUSIVE"]):
                     first = perf_counter() - start
         took = perf_counter() - start
         wait_for_children()

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from lossgate.engine.cell_record import SCHEMA, CellRecord, Failure, with_sums
+from lossgate.engine.cell_record import SCHEMA, CellRecord, Failure, PropertyRecord, with_sums
 from lossgate.engine.output_record import OutputRecord, PooledRecord
 from lossgate.evidence.records import EndRecord, Record, RunRecord
 from lossgate.evidence.sealed import digest_in, digest_of_cells, matrix_of, seal
@@ -114,6 +114,23 @@ def disagreeing(**changes: Any) -> CellRecord:
             findings=("loss: 1.01 times the reference",),
             symptoms=("loss",),
         ),
+        "replay": "lossgate replay failure.json",
+    }
+    return cell(**given | changes)
+
+
+def breaking(*names: str, **changes: Any) -> CellRecord:
+    """Returns the record of a cell that breaks promises, and whose numbers agree."""
+    names = names or ("masked-nan",)
+    finding = "loss: 1 of 1 entries are not finite"
+    given: dict[str, Any] = {
+        "verdict": "DISAGREE",
+        "numbers": "AGREE",
+        "reasons": tuple(f"property {name}: {finding}" for name in names),
+        "properties": tuple(
+            PropertyRecord(name=name, problems=1, margin=None, findings=(finding,), on="1 token") for name in names
+        ),
+        "failure": Failure(problem={"spec": "nll"}, description="1 token", findings=(finding,), symptoms=("loss",)),
         "replay": "lossgate replay failure.json",
     }
     return cell(**given | changes)

@@ -91,4 +91,4 @@ def test_a_line_says_which_cell_it_is_like() -> None:
 
 def test_a_cell_of_a_property_names_it() -> None:
     (first, *_) = Stories().of(shown("tp=2", **SUM, property="frozen"), listed=True)
-    assert first == "[bold red]DISAGREE[/]  mine  frozen  float32  tp=2"
+    assert first == "[magenta]PROMISE BROKEN[/]  mine  frozen  float32  tp=2: 1 promise broken: frozen"

@@ -20,7 +20,7 @@ from lossgate.evidence.differences import changes, read_side
 from lossgate.evidence.sight import FACTOR, losses, sight_of
 from lossgate.reports.changed_cells import print_diff
 from property_tests.meta.command_line import Done, Lossgate, in_a_process
-from property_tests.meta.made_evidence import cell, disagreeing, inconclusive, output, whole_run, write
+from property_tests.meta.made_evidence import breaking, cell, disagreeing, inconclusive, output, whole_run, write
 
 Diff = Callable[..., Done]
 KNOWN = disagreeing(known_failure=KnownFailureRecord(name="torch-1", example="e" * 64, expected=True))
@@ -56,6 +56,21 @@ def test_what_did_not_change_is_not_reported(diff: Diff, one: CellRecord) -> Non
         ([inconclusive()], [disagreeing()], 1, f"disagree now (1)\n  {NAME}: was INCONCLUSIVE; loss: 1.01"),
         ([KNOWN], [GONE], 1, f"disagree now (1)\n  {NAME}: was known failure; "),
         ([], [disagreeing()], 1, f"disagree now (1)\n  {NAME}: was not there; loss: 1.01"),
+        ([cell()], [breaking()], 1, f"break promises now (1)\n  {NAME}: was AGREE; property masked-nan: loss: 1 of 1"),
+        ([], [breaking()], 1, f"break promises now (1)\n  {NAME}: was not there; property masked-nan: loss: 1"),
+        (
+            [disagreeing()],
+            [breaking()],
+            0,
+            f"better (1)\n  {NAME}: was DISAGREE, is PROMISE BROKEN: property masked-nan",
+        ),
+        ([breaking()], [disagreeing()], 1, f"disagree now (1)\n  {NAME}: was PROMISE BROKEN; loss: 1.01"),
+        (
+            [breaking()],
+            [breaking("no-grad")],
+            0,
+            f"are wrong in another way (1)\n  {NAME}: was in masked-nan, is in no-grad",
+        ),
         ([cell()], [], 3, f"vanished (1)\n  {NAME}: was AGREE"),
         ([disagreeing()], [], 3, f"vanished (1)\n  {NAME}: was DISAGREE"),
         ([cell()], [inconclusive()], 3, f"inconclusive now (1)\n  {NAME}: was AGREE; a kernel that computes"),
@@ -85,7 +100,7 @@ def test_a_disagreement_of_another_kind_is_reported_and_is_not_worse(diff: Diff)
     elsewhere = disagreeing(failure=msgspec.structs.replace(disagreeing().failure, symptoms=("grad of logits",)))
     done = diff([disagreeing()], [elsewhere])
     assert done.returncode == 0
-    assert f"disagree in another way (1)\n  {NAME}: was in loss, is in grad of logits\n" in done.stdout
+    assert f"are wrong in another way (1)\n  {NAME}: was in loss, is in grad of logits\n" in done.stdout
 
 
 LIMIT = PooledRecord(problems=3, scale=0.0, limit=1e-6)

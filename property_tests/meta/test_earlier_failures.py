@@ -32,13 +32,15 @@ MODE = Path(__file__).with_name("mode")
 def hiding(inputs, options, mesh):
     mode, _, labels = MODE.read_text().partition(" ")
     loss = cross_entropy(inputs, options)
+    if mode == "always-writes":
+        inputs.logits.data.neg_()
     if labels and inputs.labels.numel() != int(labels):
         return loss
     if mode == "writes":
         inputs.logits.data.neg_()
     if mode == "biased":
         return loss + 0.002 * (loss - loss.detach())
-    return loss * (1.01 if mode == "wrong" else 1.0)
+    return loss * (1.01 if mode in ("wrong", "always-writes") else 1.0)
 """
 )
 """A kernel that does what a file beside it says, on any problem or those of so many labels."""
@@ -96,6 +98,21 @@ def test_a_problem_of_an_earlier_run_that_still_disagrees(
     assert hold_to_earlier(now, tmp_path, 60.0, {again.resolve()}) == (now, ())
     (file.parent / "mode").write_text("right")
     assert hold_to_earlier(now, tmp_path, 60.0, set()) == (now, (again,) if verdict is Verdict.AGREE else ())
+
+
+def test_numbers_of_an_earlier_run_count_although_a_promise_is_broken_now(
+    verify: Verify, file: Path, tmp_path: Path
+) -> None:
+    failed = verify("wrong")
+    assert failed.failure is not None
+    write_failure(failed, tmp_path)
+    now = verify("writes", seed=5)
+    assert now.record.outcome == "PROMISE BROKEN"
+    (file.parent / "mode").write_text(f"always-writes {failed.failure.problem.tokens}")
+    found, _ = hold_to_earlier(now, tmp_path, 60.0, set())
+    assert (found.record.outcome, found.record.broken) == ("DISAGREE", ("inputs-kept",))
+    assert found.reasons[0] == failed.reasons[0]
+    assert redo([found.record])[0].contradiction == ""
 
 
 KEPT = "on the failure file of an earlier run; the {} problems of this run showed nothing wrong"

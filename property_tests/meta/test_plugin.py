@@ -73,10 +73,15 @@ def test_items_evidence_and_failures(
             "  loss: 1.01* times the reference; rounding explains 1 +- *",
             "  on: * tokens in 1 sequence *",
             "  replay: lossgate replay .lossgate/failure-wrong-agreement-float32-single-*.json",
-            "FAILED test_kernels.py::test_wrong[[]agreement-single-float32[]] - Failed: loss: got *, want *",
+            "FAILED test_kernels.py::test_wrong[[]agreement-single-float32[]] - Failed: DISAGREE: loss: got *, want *",
         ]
     )
-    result.stdout.fnmatch_lines(["lossgate: 6 cells: *", "lossgate: evidence added to out.jsonl"])
+    result.stdout.fnmatch_lines(
+        [
+            "lossgate: 6 cells: 4 AGREE, 1 DISAGREE, 1 INCONCLUSIVE; * comparisons",
+            "lossgate: evidence added to out.jsonl",
+        ]
+    )
     cells = cells_in(Path("out.jsonl"))
     assert sorted(cell.verdict for cell in cells) == ["AGREE"] * 4 + ["DISAGREE", "INCONCLUSIVE"]
     run, *_, end = records_in(Path("out.jsonl"))

@@ -27,6 +27,7 @@ NLL = replace(dense_candidate(SPECS["nll"], "logprobs"), supports={})
 DPO = replace(dense_candidate(SPECS["dpo"], "logprobs"), supports={})
 SHARDED = replace(dense_candidate(SPECS["nll"], "hidden"), axes=("dp", "tp"), budgets=Budgets(largest_tensor="vocab"))
 SETTINGS = Settings(layouts=("single",), examples=4, rounds=1, shrink_calls=5)
+TOO_FEW = "4 problems are too few for AGREE; raise --examples to 8 at least"
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +133,16 @@ def test_faults_of_a_property_make_the_cell_disagree() -> None:
     assert tokens < 3
     assert result.failure.held_to == "small"
     assert result.record.symptoms == (f"{tokens} tokens are too many", "property small")
-    assert result.reasons == (f"property small: {tokens} tokens are too many", "to do: take fewer")
+    assert result.reasons == (
+        f"property small: {tokens} tokens are too many",
+        "to do: take fewer",
+        TOO_FEW,
+    )
+    assert (result.record.numbers, result.record.outcome, result.record.broken) == (
+        "INCONCLUSIVE",
+        "PROMISE BROKEN",
+        ("small",),
+    )
 
 
 def test_that_a_cell_agrees_is_told_before_its_properties_are_checked() -> None:
@@ -179,8 +189,10 @@ def test_only_the_first_property_that_fails_is_made_small() -> None:
     assert first.on == result.failure.problem.describe() != second.on
     assert (first.problems, second.problems) == (1, 1)
     names = ["property first", "property second", "property second"]
-    assert [line.split(":")[0] for line in result.reasons] == names
-    assert result.reasons[-1] == f"property second: on {second.on}"
+    *reasons, too_few = result.reasons
+    assert [line.split(":")[0] for line in reasons] == names
+    assert reasons[-1] == f"property second: on {second.on}"
+    assert too_few == TOO_FEW
 
 
 def test_a_property_that_fails_once_is_told_as_that() -> None:
@@ -198,7 +210,7 @@ def test_a_property_that_fails_once_is_told_as_that() -> None:
     assert result.failure is not None
     assert (result.failure.held_to, result.failure.unstable) == ("once", True)
     again = "the candidate is not deterministic: the same problem, run again, gave another result"
-    assert result.reasons == ("property once: it is wrong", f"property once: {again}")
+    assert result.reasons == ("property once: it is wrong", f"property once: {again}", TOO_FEW)
 
 
 def test_a_hang_is_not_made_smaller_and_survives_the_loss_of_the_ranks() -> None:

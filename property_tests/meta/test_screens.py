@@ -25,8 +25,11 @@ from lossgate import Candidate, Layout, candidate
 from lossgate.diagnosis.cause import Cause, Diagnosis
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.cell_record import PropertyRecord
 from lossgate.engine.events import CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
+from lossgate.engine.recorded import record_of
 from lossgate.engine.settings import Settings
+from lossgate.engine.verdict import pooled_outputs, reasons_of
 from lossgate.judge.comparison import Comparison, Entry
 from lossgate.judge.explain import explain
 from lossgate.judge.statistics import SCALE
@@ -154,6 +157,27 @@ def a_bad_day() -> Iterator[Event]:
     yield RunFinished(results, "", 3.5)
 
 
+def a_broken_promise() -> Iterator[Event]:
+    """Yields the events of a run in which the numbers of a kernel agree, and it breaks promises."""
+    finding, remedy = "loss: 1 of 1 entries are not finite", "select before computing: torch.where(mask, x, 0.0)"
+    masked = PropertyRecord(name="masked-nan", problems=1, findings=(finding,), on="1 token", remedy=remedy)
+    frozen = PropertyRecord(name="frozen-inputs", problems=1, findings=("the weight has a gradient",), on="1 token")
+    case = CaseResult(problem=PROBLEM, findings=masked.findings, held_to="masked-nan")
+    results: list[CellResult] = []
+    for layout, broken in zip(LAYOUTS, ((masked,), (masked, frozen), (masked,), ()), strict=True):
+        agreed = result(WRONG, layout, 0.21)
+        run = replace(agreed.run, properties=broken, failure=case if broken else None)
+        verdict = Verdict.DISAGREE if broken else Verdict.AGREE
+        record = record_of(run, pooled_outputs(agreed.cases), verdict, reasons_of(broken), Verdict.AGREE)
+        results.append(replace(agreed, run=run, record=msgspec.structs.replace(record, mde=3.5e-7)))
+    results.append(result(RIGHT, LAYOUTS[0], 0.21))
+    yield RunStarted(tuple(one.cell for one in results), Settings())
+    for one in results:
+        yield CellStarted(one.cell)
+        yield CellFinished(one)
+    yield RunFinished(tuple(results), "", 12.5)
+
+
 class Files(FailureFiles):
     """Knows a file of each failure, and writes none."""
 
@@ -178,6 +202,7 @@ REPLAYED = (
 DRAWN: dict[str, Callable[[Console], None]] = {
     "verify": verified,
     "verify-crash": lambda console: verified(console, events=a_bad_day()),
+    "verify-promise": lambda console: verified(console, events=a_broken_promise()),
     "verify-quiet": lambda console: verified(console, Volume.QUIET),
     "verify-verbose": lambda console: verified(console, Volume.VERBOSE),
     "replay": lambda console: print_replayed(REPLAYED, console),
@@ -231,10 +256,10 @@ def test_in_a_file(name: str) -> None:
     compare(f"{name}-file", text.getvalue())
 
 
-STYLES = {"0": "/", "1": "bold", "2": "dim", "31": "red", "32": "green", "33": "yellow", "36": "cyan"}
+STYLES = {"0": "/", "1": "bold", "2": "dim", "31": "red", "32": "green", "33": "yellow", "35": "magenta", "36": "cyan"}
 
 
-@pytest.mark.parametrize("name", ["verify", "verify-crash", "replay"])
+@pytest.mark.parametrize("name", ["verify", "verify-crash", "verify-promise", "replay"])
 def test_in_colour(name: str) -> None:
     """What is coloured or bold, and how."""
     text = StringIO()

@@ -97,6 +97,8 @@ SETTINGS: list[tuple[str, str]] = [
     ("ranks = 0", f"ranks=0: {RANKS}"),
     ("ranks = 65", f"ranks=65: {RANKS}"),
     ("property_ranks = 0", f"property_ranks=0: {RANKS}"),
+    ("numbers_only = 'yes'", "numbers_only='yes': expected true or false, without quotes"),
+    ("numbers_only = 1", "numbers_only=1: expected true or false, without quotes"),
     ("matrix = 'ful'", "matrix='ful': did you mean 'full'? (expected one of covering, full)"),
     ("matrix = 8", "matrix=8: expected one of covering, full"),
     ("property_problems = 'all'", f"property_problems='all': {COUNT}"),

@@ -41,7 +41,7 @@ def diff(before: Path, after: Path, /) -> int:
 def _exit_code(changed: Sequence[CellChange], damaged: bool) -> Exit:
     from lossgate.evidence.differences import Change
 
-    if any(one.change is Change.DISAGREES for one in changed):
+    if any(one.change in (Change.DISAGREES, Change.BREAKS) for one in changed):
         return Exit.DISAGREE
     is_worse = damaged or any(one.change.is_worse for one in changed)
     return Exit.INCONCLUSIVE if is_worse else Exit.AGREE

@@ -42,7 +42,7 @@ def gate(
     html: Path | None = None,
     history: Annotated[list[Path] | None, Parameter(negative=())] = None,
 ) -> int:
-    """Hold evidence to a policy: exit code 0 if the gate is open, 1 if a cell disagrees, 3 if the
+    """Hold evidence to a policy: exit code 0 if the gate is open, 1 if a kernel is wrong, 3 if the
     gate is closed for another reason.
 
     Args:

@@ -119,15 +119,18 @@ class _How:
     def _each(self, files: Sequence[Path], where: str) -> int:
         from lossgate.base.spelling import counted
 
-        codes = Counter[Exit](self._replay_in_a_line(file) for file in files)
+        found = [self._replay_in_a_line(file) for file in files]
+        codes, words = {code for code, _ in found}, Counter(word for _, word in found)
         worst_first = (Exit.DISAGREE, Exit.USAGE, Exit.INCONCLUSIVE, Exit.AGREE)
         title = f"{counted(len(files), 'failure file')}{where}"
-        counts = ", ".join(f"{codes[code]} {_WORDS[code]}" for code in reversed(worst_first) if codes[code])
+        counts = ", ".join(f"{words[word]} {word}" for word in _WORDS if words[word])
         print(f"{title}: {counts}" if counts else title)
-        return next((code for code in worst_first if codes[code]), Exit.AGREE)
+        return next((code for code in worst_first if code in codes), Exit.AGREE)
 
-    def _replay_in_a_line(self, file: Path) -> Exit:
-        """Replays one of several files, prints a line, and returns the exit code of the file."""
+    def _replay_in_a_line(self, file: Path) -> tuple[Exit, str]:
+        """Replays one of several files, prints a line, and returns the exit code of the file and a
+        word for it.
+        """
         from lossgate.base.errors import UsageError
         from lossgate.reports.describe import print_replayed_file
         from lossgate.worlds.base import WorldLost
@@ -136,12 +139,12 @@ class _How:
             outcome = self._replay(self._read(file))
         except UsageError as error:
             say(str(error) if str(file) in str(error) else f"{file}: {error}")
-            return Exit.USAGE
+            return Exit.USAGE, "not replayed"
         except WorldLost as error:
             say(f"{file}: {error}")
-            return Exit.INCONCLUSIVE
+            return Exit.INCONCLUSIVE, "INCONCLUSIVE"
         print_replayed_file(f"{outcome.title}  {file}: {outcome.since or (*outcome.findings, *outcome.on)[0]}")
-        return _code(outcome)
+        return _code(outcome), outcome.outcome
 
     def write_script(self, file: Path, script: Path) -> int:
         """Writes a script that calls the kernel on the problem of a failure file."""
@@ -165,13 +168,8 @@ class _How:
         return replay_failure(failure, self._candidate, self._world or failure.world, self._timeout)
 
 
-_WORDS = {
-    Exit.AGREE: "AGREE",
-    Exit.INCONCLUSIVE: "INCONCLUSIVE",
-    Exit.USAGE: "not replayed",
-    Exit.DISAGREE: "DISAGREE",
-}
-"""The words for each exit code in the summary."""
+_WORDS = ("AGREE", "INCONCLUSIVE", "not replayed", "PROMISE BROKEN", "DISAGREE")
+"""The words of the summary, in order."""
 
 
 def _code(outcome: Replayed) -> Exit:

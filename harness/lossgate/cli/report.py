@@ -102,10 +102,16 @@ def exit_code(gathered: Gathered, cells: Iterable[CellKey], troubles: Sequence[s
     from lossgate.reports.evidence_table import trusted
 
     newest = trusted(gathered)
-    verdicts = {newest[key].verdict for key in cells if key in newest and not newest[key].expected}
+    verdicts = {_counts_as(gathered, newest[key]) for key in cells if key in newest}
     if "DISAGREE" in verdicts:
         return Exit.DISAGREE
     return Exit.INCONCLUSIVE if troubles or "INCONCLUSIVE" in verdicts else Exit.AGREE
+
+
+def _counts_as(gathered: Gathered, cell: CellRecord) -> str:
+    """Returns the verdict that counts for a cell by the settings of its run."""
+    run = gathered.runs.get(cell.run)
+    return cell.counts_as(numbers_only=run is not None and run.settings.get("numbers_only") is True)
 
 
 def _page(gathered: Gathered, kept: KeptRecords) -> str:

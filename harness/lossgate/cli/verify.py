@@ -37,6 +37,7 @@ def verify(
     only: Annotated[list[str] | None, Parameter(negative=())] = None,
     keyword: Annotated[str | None, Parameter(name=["-k", "--keyword"])] = None,
     fail_fast: Annotated[bool, Parameter(name=["-x", "--fail-fast"], negative=())] = False,
+    numbers_only: Annotated[bool, Parameter(negative=())] = False,
     quiet: Annotated[bool, Parameter(name=["-q", "--quiet"], negative=())] = False,
     verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False,
     no_cache: Annotated[bool, Parameter(negative=())] = False,
@@ -69,7 +70,9 @@ def verify(
         only: Verify only the candidate with this name; may be repeated.
         keyword: Verify only the cells whose names match an expression like those of pytest:
             'bfloat16 and not dp'. An example of a name is my_kernel[agreement-cp=2-float32].
-        fail_fast: Stop after the first cell that disagrees.
+        fail_fast: Stop after the first cell that disagrees or breaks a promise.
+        numbers_only: Let a cell pass if its numbers agree, although it breaks promises: properties
+            other than agreement. They are told all the same.
         quiet: Show only the cells that do not pass, and the summary.
         verbose: Show every cell, all disagreements in full, all output of kernels, and how much
             work the run took.
@@ -117,6 +120,7 @@ def verify(
         seed=seed,
         timeout=timeout,
         jobs=jobs,
+        numbers_only=numbers_only or None,
         **lists,
     )
     wanted = _Wanted(
@@ -159,7 +163,7 @@ def _volume(quiet: bool, verbose: bool) -> Volume:
 
 def _verify(wanted: _Wanted, evidence: Path | None) -> int:
     """Verifies until all is done or a signal stops it. Returns the exit code."""
-    tally = _Tally(evidence)
+    tally = _Tally(evidence, numbers_only=wanted.settings.numbers_only)
     with ended_by_signals(tally.stop):
         _run(wanted, tally)
     return tally.code
@@ -168,7 +172,8 @@ def _verify(wanted: _Wanted, evidence: Path | None) -> int:
 class _Tally:
     """Counts cells, and finds the exit code."""
 
-    def __init__(self, evidence: Path | None) -> None:
+    def __init__(self, evidence: Path | None, *, numbers_only: bool = False) -> None:
+        self._numbers_only = numbers_only
         self.verdict = Exit.AGREE
         self.terminal: Terminal | None = None
         self.file: EvidenceFile | None = None
@@ -188,7 +193,7 @@ class _Tally:
         elif isinstance(event, CellFinished):
             self._done += 1
         elif isinstance(event, RunFinished):
-            self.verdict = exit_code(event.results)
+            self.verdict = exit_code(event.results, numbers_only=self._numbers_only)
             if event.stopped and self.verdict is Exit.AGREE:
                 self.verdict = Exit.INCONCLUSIVE
 
@@ -247,11 +252,13 @@ def _chosen(candidates: Sequence[Candidate], only: Sequence[str]) -> list[Candid
     return [candidate for candidate in candidates if not only or candidate.name in only]
 
 
-def exit_code(results: Iterable[CellResult]) -> Exit:
-    """Returns the exit code of the worst cell. Expected known failures count as agreed."""
+def exit_code(results: Iterable[CellResult], *, numbers_only: bool = False) -> Exit:
+    """Returns the exit code of the worst cell. Expected known failures count as agreed, and broken
+    promises if only numbers count.
+    """
     from lossgate.engine.cell_record import Verdict
 
-    verdicts = {Verdict.AGREE if result.record.passes else result.verdict for result in results}
+    verdicts = {result.record.counts_as(numbers_only=numbers_only) for result in results}
     if Verdict.DISAGREE in verdicts:
         return Exit.DISAGREE
     return Exit.INCONCLUSIVE if Verdict.INCONCLUSIVE in verdicts else Exit.AGREE

@@ -39,6 +39,18 @@ class Verdict(StrEnum):
     INCONCLUSIVE = "INCONCLUSIVE"
 
 
+class Outcome(StrEnum):
+    """The outcome of a cell as people are told it, the worst first. It tells apart what
+    ``Verdict.DISAGREE`` has in one: wrong numbers, and right numbers with a broken promise.
+    """
+
+    DISAGREE = "DISAGREE"
+    PROMISE_BROKEN = "PROMISE BROKEN"
+    """Only properties other than agreement are broken."""
+    INCONCLUSIVE = "INCONCLUSIVE"
+    AGREE = "AGREE"
+
+
 class CellKey(Struct, frozen=True, order=True, array_like=True):
     """The names that identify a cell."""
 
@@ -200,6 +212,10 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     source_modified: bool | None = None
     """Whether the file differs from the commit, or is not in it; null if that is not known."""
     verdict: Verdict
+    numbers: Verdict | None = None
+    """The verdict on the numbers alone, without the further properties. Null if the cell is of
+    another property than agreement or of a known failure, or if the kernel crashed in another
+    property."""
     reasons: tuple[str, ...] = ()
     """Why the verdict is not AGREE, in words."""
     causes: tuple[str, ...] = ()
@@ -289,6 +305,30 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     def passes(self) -> bool:
         """Whether the cell agrees, or disagrees in the way that a known failure expects."""
         return self.verdict == Verdict.AGREE or self.expected
+
+    def counts_as(self, *, numbers_only: bool) -> Verdict:
+        """Returns the verdict that counts for a run. A known failure counts as AGREE.
+
+        Args:
+            numbers_only: whether broken promises do not count.
+        """
+        if self.passes:
+            return Verdict.AGREE
+        return self.numbers if numbers_only and self.numbers is not None else self.verdict
+
+    @builtins.property
+    def outcome(self) -> Outcome:
+        """The verdict as people are told it."""
+        if self.verdict != Verdict.DISAGREE:
+            return Outcome(self.verdict)
+        numbers_seem_right = self.numbers not in (None, Verdict.DISAGREE)
+        return Outcome.PROMISE_BROKEN if numbers_seem_right or self.property != "agreement" else Outcome.DISAGREE
+
+    @builtins.property
+    def broken(self) -> tuple[str, ...]:
+        """The properties other than agreement that are broken."""
+        own = (self.property,) if self.outcome is Outcome.PROMISE_BROKEN and self.property != "agreement" else ()
+        return (*own, *(one.name for one in self.properties if not one.holds))
 
     @builtins.property
     def missing_goals(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from lossgate.worlds.base import WorldLost
 def hold_to_earlier(
     result: CellResult, folder: Path, timeout: float, known: Collection[Path]
 ) -> tuple[CellResult, tuple[Path, ...]]:
-    """Replays the failure files of a cell, unless the cell disagrees already.
+    """Replays the failure files of a cell, unless its numbers disagree already.
 
     Args:
         result: the result on the problems of this run.
@@ -36,7 +36,8 @@ def hold_to_earlier(
         The result, which is a disagreement if a file shows one; and the files that are of no more
         use, because the cell and their problems agree now.
     """
-    if result.verdict is Verdict.DISAGREE or result.cell.candidate.known_failure is not None:
+    fails = result.verdict is Verdict.DISAGREE and result.record.numbers in (None, Verdict.DISAGREE)
+    if fails or result.cell.candidate.known_failure is not None:
         return result, ()
     mended = list[Path]()
     for held_to in _kept_properties(result):

@@ -15,7 +15,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import has_source, load_candidates
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell
-from lossgate.engine.cell_record import Verdict
+from lossgate.engine.cell_record import Outcome, Verdict
 from lossgate.engine.crash import run_in_child
 from lossgate.engine.failure_files import FailureFile, FrozenCase, versions
 from lossgate.engine.jobs import run_cases
@@ -112,11 +112,17 @@ class Replayed:
         return self.verdict is Verdict.DISAGREE
 
     @property
+    def outcome(self) -> Outcome:
+        """The verdict as people are told it."""
+        breaks_promise = self.disagrees and not self.cell.property.needs_adequacy
+        return Outcome.PROMISE_BROKEN if breaks_promise else Outcome(self.verdict)
+
+    @property
     def title(self) -> str:
         """The verdict and what it is about."""
         cell = self.cell
         of = "" if cell.property.needs_adequacy else f"  {cell.property}"
-        return f"{self.verdict}  {cell.candidate.name}{of}  {cell.dtype}  {cell.layout}"
+        return f"{self.outcome}  {cell.candidate.name}{of}  {cell.dtype}  {cell.layout}"
 
     def lines(self, *, whole: bool = False) -> tuple[str, ...]:
         """Returns the result as lines of text, with the statistics if it is wanted as a whole."""

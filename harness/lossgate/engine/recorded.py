@@ -48,11 +48,18 @@ def key_of(cell: Cell) -> CellKey:
     return CellKey(cell.candidate.name, cell.property.name, str(cell.layout), cell.dtype, cell.world, cell.device)
 
 
-def record_of(run: CellRun, pooled: Sequence[Pooled], verdict: Verdict, reasons: tuple[str, ...]) -> CellRecord:
-    """Returns the record of a cell from what was run, the pooled outputs, and the verdict."""
+def record_of(
+    run: CellRun,
+    pooled: Sequence[Pooled],
+    verdict: Verdict,
+    reasons: tuple[str, ...],
+    numbers: Verdict | None = None,
+) -> CellRecord:
+    """Returns the record of a cell from what was run, the pooled outputs, and the verdicts."""
     cell, candidate, cases = run.cell, run.cell.candidate, run.cases
     diagnosis = run.diagnosis or Diagnosis()
-    known, disagrees = candidate.known_failure is not None, verdict is Verdict.DISAGREE
+    known = candidate.known_failure is not None
+    disagrees = verdict is Verdict.DISAGREE and numbers in (None, Verdict.DISAGREE)
     record = CellRecord(
         schema=SCHEMA,
         run="",
@@ -63,6 +70,7 @@ def record_of(run: CellRun, pooled: Sequence[Pooled], verdict: Verdict, reasons:
         good_for=candidate.good_for,
         source=candidate.source,
         verdict=verdict,
+        numbers=numbers,
         reasons=reasons,
         causes=diagnosis.sentences,
         cause=diagnosis.named,
@@ -82,7 +90,7 @@ def record_of(run: CellRun, pooled: Sequence[Pooled], verdict: Verdict, reasons:
         killed=len(frozenset[str]().union(*(case.killed for case in cases))),
         surviving=tuple(run.surviving),
         equivalent=tuple(sorted(run.equivalent)),
-        # A disagreement ends the search before all choices and mistakes could be asked about.
+        # Wrong numbers end the search before all choices and mistakes could be asked about.
         not_distinguished=() if disagrees else run.not_distinguished,
         excluded=candidate.exclusions,
         conventions=candidate.conventions.declared,

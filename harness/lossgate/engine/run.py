@@ -137,7 +137,8 @@ def run(
                 alike.add(result)
                 results.append(result)
                 yield CellFinished(result, mended)
-                if fail_fast and result.verdict is Verdict.DISAGREE and not result.record.passes:
+                counts_as = result.record.counts_as(numbers_only=settings.numbers_only)
+                if fail_fast and counts_as is Verdict.DISAGREE:
                     stopped = f"--fail-fast: {len(results)} of {counted(len(cells), 'cell')} were verified"
                     break
         except WorldLost as lost:

@@ -112,7 +112,9 @@ def _run_so_far(
 
     If ``advises``, it has numbers for advice on an inconclusive verdict. They take longer to find.
     """
-    found = search if catalogue is None or catalogue.failure is None else catalogue
+    found: Search | Catalogue = search
+    if catalogue is not None and catalogue.failure is not None and search.failure is None:
+        found = catalogue
     measured = (case.resources for case in search.cases if case.resources)
     resources = catalogue.resources if catalogue is not None else {}
     return CellRun(

@@ -35,6 +35,7 @@ _Seed = Annotated[int, Meta(ge=0, le=_MOST_SEED), Expected(f"a whole number from
 _Seconds = Annotated[float, Meta(gt=0, le=_MOST), Expected(f"a positive number of seconds, at most {_MOST:,}")]
 _Processes = Annotated[int, Meta(ge=0, le=_MOST), Expected("a number of processes, or 0 for one on each core")]
 _Problems = Annotated[int, Meta(ge=0, le=_MOST), Expected("a number of problems, or 0 for none")]
+_Flag = Annotated[bool, Expected("true or false, without quotes")]
 _Layouts = Annotated[tuple[str, ...], Meta(examples=[["single", "tp=2,cp=2"]]), each("a list of layouts", Layout.parse)]
 _Dtypes = Annotated[tuple[str, ...], Meta(examples=[["float32", "bfloat16"]]), each("a list of dtypes", _check_dtype)]
 _Sizes = Annotated[tuple[str, ...], Meta(examples=[["4096x1024x32768"]]), each("a list of sizes", Shape.of_size)]
@@ -95,6 +96,9 @@ class Settings:
     property_ranks: _Ranks = 2
     """The most ranks on an axis of the layouts on which these properties are checked. It does not
     hold for layouts or properties that are named, nor for properties of how ranks work together."""
+    numbers_only: _Flag = False
+    """Whether a cell whose numbers agree passes although it breaks promises, which are the other
+    properties. They are told all the same."""
 
     places: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)
     """The file and table of each setting that pyproject.toml gives, by name. It is no setting."""

@@ -42,6 +42,8 @@ class Judged:
     pooled: tuple[Pooled, ...]
     """The outputs, each pooled over all problems."""
     verdict: Verdict
+    numbers: Verdict
+    """The verdict without the further properties."""
     reasons: tuple[str, ...]
     """Why the verdict is not AGREE, in words."""
     gaps: tuple[str, ...] = ()
@@ -51,19 +53,26 @@ class Judged:
 def judge(run: CellRun) -> Judged:
     """Returns the verdict on what was run in a cell."""
     pooled = pooled_outputs(run.cases)
-    if disagreement := _disagreement(run, pooled):
-        return Judged(pooled, Verdict.DISAGREE, disagreement)
-    own = gaps_of(run.cell.property, [case.said for case in run.cases])
-    of_properties = (gap for one in run.properties for gap in one.gaps)
-    gaps = (*_gaps(run, pooled), *own, *of_properties, *_unseen(run.mistakes))
-    reasons = (*gaps, *_untried(run.untried), *_survivors(run))
-    return Judged(pooled, Verdict.INCONCLUSIVE if reasons else Verdict.AGREE, reasons, gaps)
+    broken = reasons_of(run.properties)
+    if wrong := _wrong(run, pooled):
+        return Judged(pooled, Verdict.DISAGREE, Verdict.DISAGREE, (*wrong, *broken))
+    of_cases = gaps_of(run.cell.property, [case.said for case in run.cases])
+    gaps = (*_gaps(run, pooled), *of_cases, *_unseen(run.mistakes))
+    others = (*_untried(run.untried), *_survivors(run))
+    numbers = Verdict.INCONCLUSIVE if gaps or others else Verdict.AGREE
+    if broken:
+        return Judged(pooled, Verdict.DISAGREE, numbers, (*broken, *gaps, *others))
+    gaps += tuple(gap for one in run.properties for gap in one.gaps)
+    reasons = (*gaps, *others)
+    return Judged(pooled, Verdict.INCONCLUSIVE if reasons else Verdict.AGREE, numbers, reasons, gaps)
 
 
 def conclude(run: CellRun) -> CellResult:
     """Judges what was run in a cell, and returns the result with its record."""
     judged = judge(run)
-    return CellResult(run=run, record=record_of(run, judged.pooled, judged.verdict, judged.reasons))
+    fails_in_another = run.failure is not None and run.failure.held_to not in (run.cell.property.name, *_names(run))
+    numbers = None if fails_in_another or not run.cell.property.needs_adequacy else judged.numbers
+    return CellResult(run=run, record=record_of(run, judged.pooled, judged.verdict, judged.reasons, numbers))
 
 
 def conclude_known(cell: Cell, known: KnownFailure, frozen: FrozenCase, now: CaseResult, seconds: float) -> CellResult:
@@ -117,13 +126,15 @@ def reasons_of(properties: Iterable[PropertyRecord]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _disagreement(run: CellRun, pooled: Iterable[Pooled]) -> tuple[str, ...]:
-    """Returns, in words, why a cell disagrees. It is empty if the cell does not."""
-    if broken := reasons_of(run.properties):
-        return broken
-    if run.failure is None:
-        return pooled_disagreements(pooled)
-    return (*run.failure.reasons, *_larger_in_all(run.failure, pooled))
+def _names(run: CellRun) -> Iterator[str]:
+    return (one.name for one in run.properties)
+
+
+def _wrong(run: CellRun, pooled: Iterable[Pooled]) -> tuple[str, ...]:
+    """Returns, in words, what is wrong beside the further properties. It is empty if nothing is."""
+    if run.failure is not None and run.failure.held_to not in _names(run):
+        return (*run.failure.reasons, *_larger_in_all(run.failure, pooled))
+    return pooled_disagreements(pooled)
 
 
 def _larger_in_all(failure: CaseResult, pooled: Iterable[Pooled]) -> Iterator[str]:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The differences between two gatherings of evidence: in cells, and in the runs behind them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from lossgate.engine.cell_record import CellKey, CellRecord
+from lossgate.engine.cell_record import CellKey, CellRecord, Outcome
 from lossgate.evidence.gather import Gathered, gather
 from lossgate.evidence.reader import Where
 from lossgate.evidence.records import RunRecord
@@ -20,17 +20,22 @@ class Change(StrEnum):
     """How a cell changed, the worst first."""
 
     DISAGREES = "disagree now"
+    BREAKS = "break promises now"
     VANISHED = "vanished"
     INCONCLUSIVE = "inconclusive now"
     EXCUSED = "known failures now, of which only a frozen example is judged"
     LESS_POWER = "lost power"
-    OTHERWISE = "disagree in another way"
+    OTHERWISE = "are wrong in another way"
     BETTER = "better"
     APPEARED = "appeared"
 
     @property
     def is_worse(self) -> bool:
         return self not in (Change.OTHERWISE, Change.BETTER, Change.APPEARED)
+
+
+_WRONG: Mapping[str, Change] = {Outcome.DISAGREE: Change.DISAGREES, Outcome.PROMISE_BROKEN: Change.BREAKS}
+"""How a cell changes that gets one of these outcomes."""
 
 
 class CellChange(NamedTuple):
@@ -90,8 +95,8 @@ def _changes(before: Side, after: Side) -> Iterator[CellChange]:
     for key, cell in after.cells.items():
         if key in before.gathered.cells:
             continue
-        if _outcome(cell) == "DISAGREE":
-            yield CellChange(Change.DISAGREES, key, f"was not there; {_why(cell)}", _margin(cell))
+        if (change := _WRONG.get(_outcome(cell))) is not None:
+            yield CellChange(change, key, f"was not there; {_why(cell)}", _margin(cell))
         else:
             yield CellChange(Change.APPEARED, key, f"is {_outcome(cell)}", _margin(cell))
 
@@ -100,12 +105,14 @@ def _of_verdict(before: CellSummary, after: CellSummary) -> Iterator[CellChange]
     was, now = _outcome(before), _outcome(after)
     key = after.key
     if was == now:
-        if now == "DISAGREE" and _symptoms(before) != _symptoms(after):
+        if now in _WRONG and _symptoms(before) != _symptoms(after):
             message = f"was in {_symptoms(before)}, is in {_symptoms(after)}"
             yield CellChange(Change.OTHERWISE, key, message, _margin(after))
         return
-    if now == "DISAGREE":
-        yield CellChange(Change.DISAGREES, key, f"was {was}; {_why(after)}", _margin(after))
+    if (was, now) == (Outcome.DISAGREE, Outcome.PROMISE_BROKEN):
+        yield CellChange(Change.BETTER, key, f"was {was}, is {now}: {_why(after)}")
+    elif now in _WRONG:
+        yield CellChange(_WRONG[now], key, f"was {was}; {_why(after)}", _margin(after))
     elif now == "INCONCLUSIVE":
         effect = inf if after.mde is None else after.mde
         yield CellChange(Change.INCONCLUSIVE, key, f"was {was}; {_why(after)}", effect)
@@ -129,7 +136,7 @@ def _of_sight(key: CellKey, before: Side, after: Side) -> Iterator[CellChange]:
 
 
 def _outcome(cell: CellSummary) -> str:
-    return "known failure" if cell.expected else cell.verdict
+    return "known failure" if cell.expected else cell.outcome
 
 
 def _margin(cell: CellSummary) -> float:
@@ -141,6 +148,8 @@ def _why(cell: CellSummary) -> str:
 
 
 def _symptoms(cell: CellSummary) -> str:
+    if cell.outcome is Outcome.PROMISE_BROKEN:
+        return ", ".join(cell.broken)
     return ", ".join(cell.failure.symptoms) if cell.failure is not None else "all problems pooled"
 
 

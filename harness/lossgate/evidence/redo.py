@@ -157,6 +157,8 @@ def _contradiction(record: CellRecord, redone: Verdict) -> str:
         return ""
     if record.property == "agreement" and not record.needs_adequacy:
         return "it says that agreement needs no coverage, but it does"
+    if record.numbers is not None and (numbers := _verdict_on_numbers(record)) != record.numbers:
+        return f"its verdict on the numbers alone is {record.numbers}, but they give {numbers}"
     if redone != record.verdict:
         return f"its verdict is {record.verdict}, but its numbers give {redone}"
     if bool(record.reasons) == (record.verdict == "AGREE"):
@@ -228,8 +230,17 @@ def _listed(symptoms: Sequence[str]) -> str:
 
 
 def _verdict(record: CellRecord) -> Verdict:
-    """Returns the verdict that numbers give, by the rules of ``engine/verdict.py``."""
+    """Returns the verdict that a record gives, by the rules of ``engine/verdict.py``."""
     if record.symptoms or record.failure is not None:
+        return Verdict.DISAGREE
+    if any(one.gaps for one in record.properties):
+        return Verdict.INCONCLUSIVE
+    return _verdict_on_numbers(record)
+
+
+def _verdict_on_numbers(record: CellRecord) -> Verdict:
+    """Returns the verdict that a record gives without its further properties."""
+    if record.faults or any(output.disagrees for output in record.outputs):
         return Verdict.DISAGREE
     has_gap = next(_gaps(record), None) is not None
     return Verdict.INCONCLUSIVE if has_gap else Verdict.AGREE
@@ -244,7 +255,7 @@ def _hides_scale(output: OutputRecord) -> bool:
 
 
 def _gaps(record: CellRecord) -> Iterator[str]:
-    """Yields a name for each thing of which too little was seen."""
+    """Yields a name for each thing of which too little was seen, without further properties."""
     least = FEWEST if record.needs_adequacy else 1
     only_metrics = all(output.metric for output in record.outputs)
     if record.problems < least or (record.needs_adequacy and only_metrics):
@@ -256,7 +267,6 @@ def _gaps(record: CellRecord) -> Iterator[str]:
     yield from (goal for goal in record.required if not record.coverage.get(goal))
     yield from set(record.surviving).difference(record.equivalent)
     yield from record.gaps
-    yield from (gap for one in record.properties for gap in one.gaps)
     yield from record.mistakes_surviving
     yield from record.untried
 

@@ -7,13 +7,19 @@ from datetime import date
 from functools import cached_property
 from itertools import pairwise
 
-from lossgate.engine.cell_record import CellKey
+from lossgate.engine.cell_record import CellKey, Outcome, Verdict
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.gate_verdict import Blocker, GatedCell, GateReason
 from lossgate.gate.kept_properties import NotHeld
 from lossgate.gate.policy import FrozenExample, Policy
 from lossgate.gate.rules import KnownFailureRule
+
+_OF_NUMBERS: Mapping[Verdict | None, str] = {
+    Verdict.AGREE: "its numbers agree, but ",
+    Verdict.INCONCLUSIVE: "its numbers agree so far, but ",
+}
+"""The beginning of what is said of a cell that breaks promises, by the verdict on its numbers."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,7 @@ class Need:
     min_problems: int
     max_mde: float
     keeps: frozenset[str] = frozenset()
+    numbers_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,14 +95,21 @@ class CellJudge:
             return  # its verdict means nothing
         if known is not None:
             yield from self._known(summary, known)
-        elif summary.known_failure is not None:
+            return
+        if summary.known_failure is not None:
             yield self._not_in_policy(summary)
-        elif summary.verdict == "DISAGREE":
+            return
+        need = self.needs.get(summary.key)
+        counts_as = summary.counts_as(numbers_only=need is not None and need.numbers_only)
+        if counts_as == "DISAGREE" and summary.outcome is Outcome.PROMISE_BROKEN:
+            message = f"{_OF_NUMBERS.get(summary.numbers, '')}it breaks {', '.join(summary.broken)}"
+            yield _of(summary, GateReason.PROMISE_BROKEN, message, summary.why)
+        elif counts_as == "DISAGREE":
             yield _of(summary, GateReason.DISAGREE, "it disagrees", summary.why)
-        elif summary.key in self.needs and summary.verdict == "INCONCLUSIVE":
+        elif need is not None and counts_as == "INCONCLUSIVE":
             yield _of(summary, GateReason.INCONCLUSIVE, "it is inconclusive", summary.why)
-        elif summary.key in self.needs:
-            yield from self._weak(summary, self.needs[summary.key])
+        elif need is not None:
+            yield from self._weak(summary, need)
 
     def _weak(self, summary: CellSummary, need: Need) -> Iterator[Blocker]:
         if summary.problems < need.min_problems:
@@ -110,6 +124,10 @@ class CellJudge:
             )
             yield _of(summary, GateReason.WEAK, message)
         for name in sorted(need.keeps.difference(summary.kept, [summary.key.property])):
+            if name in summary.broken:
+                message = f"{_OF_NUMBERS.get(summary.numbers, '')}it breaks {name}, which keeps of the policy names"
+                yield _of(summary, GateReason.PROMISE_BROKEN, message, summary.why)
+                continue
             message = f"it was not held to property {name}, as the policy asks: {self.not_held.why(summary, name)}"
             yield _of(summary, GateReason.WEAK, message)
 

@@ -77,7 +77,7 @@ def _needs(evidence: Gathered, policy: Policy) -> tuple[dict[CellKey, Need], lis
     needs: dict[CellKey, Need] = {}
     unmet: list[Blocker] = []
     for rule in policy.require:
-        need = Need(rule.min_problems, rule.largest_mde, frozenset(rule.keeps))
+        need = Need(rule.min_problems, rule.largest_mde, frozenset(rule.keeps), rule.numbers_only)
         where = policy.where(rule)
         for demand in rule.demands(known):
             for key in demand.cells:
@@ -101,7 +101,7 @@ def _strictest(one: Need, other: Need) -> Need:
     if one == other:
         return one
     problems, effect = max(one.min_problems, other.min_problems), min(one.max_mde, other.max_mde)
-    return Need(problems, effect, one.keeps | other.keeps)
+    return Need(problems, effect, one.keeps | other.keeps, one.numbers_only and other.numbers_only)
 
 
 def _sources(runs: list[Run]) -> tuple[Digested, ...]:

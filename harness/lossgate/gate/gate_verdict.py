@@ -49,6 +49,14 @@ class GateReason(StrEnum):
             "excuses nothing."
         ),
     )
+    PROMISE_BROKEN = (
+        "promise broken",
+        "The numbers of a kernel agree, but it breaks a promise: another property.",
+        (
+            "Run the replay command to see it again, and mend the kernel, or declare what it does not promise. Where "
+            "only numbers count, write numbers_only = true in the rules of the policy that ask for the cell."
+        ),
+    )
     KNOWN_FAILURE = (
         "known failure",
         "A known failure no longer fails.",
@@ -95,6 +103,11 @@ class GateReason(StrEnum):
         "Too few problems were judged, or too large an effect could have stayed hidden.",
         "Verify with more examples, or ask less of these cells in the policy.",
     )
+
+    @property
+    def is_of_kernel(self) -> bool:
+        """Whether a kernel is wrong, and not only the evidence."""
+        return self in (GateReason.DISAGREE, GateReason.PROMISE_BROKEN)
 
 
 class GateCode(IntEnum):
@@ -144,8 +157,8 @@ class GatedCell:
 
     @property
     def verdict(self) -> str:
-        """AGREE, DISAGREE, INCONCLUSIVE, or MISSING."""
-        return self.summary.verdict if self.summary is not None else "MISSING"
+        """AGREE, DISAGREE, PROMISE BROKEN, INCONCLUSIVE, or MISSING."""
+        return self.summary.outcome if self.summary is not None else "MISSING"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +191,8 @@ class GateVerdict:
 
     @property
     def code(self) -> GateCode:
-        """The exit code. It is 1 only for a disagreement that nothing excuses."""
+        """The exit code. It is 1 only for a disagreement or broken promise that nothing excuses."""
         if self.passes:
             return GateCode.OPEN
-        disagrees = any(blocker.reason is GateReason.DISAGREE for blocker in self.blockers)
+        disagrees = any(blocker.reason.is_of_kernel for blocker in self.blockers)
         return GateCode.DISAGREE if disagrees else GateCode.CLOSED

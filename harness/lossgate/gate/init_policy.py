@@ -153,7 +153,7 @@ def _comments(cells: Sequence[CellSummary]) -> Iterator[str]:
     failing = [cell for cell in cells if cell.verdict != "AGREE"]
     if failing:
         yield f"# {len(failing)} of these {len(cells)} cells did not pass, and keep the gate closed:\n"
-        yield from (f"#   {_on_one_line(cell.key)} {cell.verdict}\n" for cell in failing[:_NAMED])
+        yield from (f"#   {_on_one_line(cell.key)} {cell.outcome}\n" for cell in failing[:_NAMED])
         if len(failing) > _NAMED:
             yield f"#   and {len(failing) - _NAMED} more\n"
 

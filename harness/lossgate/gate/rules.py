@@ -156,6 +156,13 @@ class Rule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             ["frozen-inputs", "no-grad"],
         ),
     ] = ()
+    numbers_only: Annotated[
+        _Flag,
+        _key(
+            "Whether a cell may break promises, which are its further properties, if its numbers agree. Those in keeps "
+            "must be kept all the same."
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         combinations = math.prod(map(len, (self.candidates, *self.others)))

@@ -7,28 +7,22 @@ Under pytest-xdist these are a worker and the controller.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lossgate.base.spelling import counted
-
 if TYPE_CHECKING:
     from lossgate.engine.cell import Cell, CellResult
+    from lossgate.engine.cell_record import CellRecord
     from lossgate.evidence.records import CellKey
     from lossgate.evidence.writer import EvidenceWriter
 
 _LINE = "lossgate_evidence"
-_COUNTS = "lossgate_cell"
 _RUN = "lossgate_run"
 _PLANNED = "lossgate_planned"
-
-_Counts = tuple[str, int]
-"""The verdict of a cell, and its number of comparisons."""
 
 
 def collected(items: Sequence[pytest.Item]) -> list[Cell]:
@@ -52,7 +46,9 @@ class Evidence:
         self._run: str = self._input[_RUN] if self._input is not None else token_hex(8)
         self._path = file
         self._writer: EvidenceWriter | None = None
-        self._counts: list[_Counts] = []
+        self._cells: list[CellRecord] = []
+        self._let_pass: list[CellRecord] = []
+        """The cells that passed although they break promises, because only numbers count."""
         self._planned: list[CellKey] | None = None
         self._error = ""
 
@@ -61,7 +57,6 @@ class Evidence:
         from lossgate.evidence.sealed import seal
         from lossgate.evidence.writer import written
 
-        record_property(_COUNTS, [result.verdict.value, result.record.comparisons])
         record_property(_LINE, seal(written(result.record, self._run, replay)).decode())
 
     @pytest.hookimpl(optionalhook=True)
@@ -107,10 +102,11 @@ class Evidence:
         if report.when != "call" or self._input is not None:  # the controller gets the reports of workers, too
             return
         for name, value in report.user_properties:
-            if name == _COUNTS:
-                self._counts.append(cast(_Counts, value))
-            elif name == _LINE:
-                self._write(lambda writer, line=str(value): writer.cell(line.encode()))
+            if name == _LINE:
+                line = str(value).encode()
+                self._cells.append(cell := _for_summary(line))
+                self._let_pass += [cell] * (report.passed and not cell.passes)
+                self._write(lambda writer, line=line: writer.cell(line))
 
     def _write(self, write: Callable[[EvidenceWriter], None]) -> None:
         if self._writer is None or self._error:
@@ -131,14 +127,25 @@ class Evidence:
         return outcome
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._counts:
-            counts = Counter(verdict for verdict, _ in self._counts)
-            verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
-            comparisons = sum(count for _, count in self._counts)
-            terminalreporter.write_line(
-                f"lossgate: {counted(len(self._counts), 'cell')}: {verdicts}; {comparisons} comparisons"
-            )
+        if self._cells:
+            from lossgate.reports.shown_verdict import broken_in_words
+            from lossgate.reports.verdict_table import summary
+
+            for cell in self._let_pass:
+                terminalreporter.write_line(f"lossgate: {cell.key}: {cell.outcome}: {broken_in_words([cell])}")
+            counts = summary(self._cells, numbers_only=bool(self._let_pass))
+            comparisons = sum(cell.comparisons for cell in self._cells)
+            terminalreporter.write_line(f"lossgate: {counts}; {comparisons} comparisons")
         if self._error:
             terminalreporter.write_line(f"lossgate: {self._error}; this run leaves no evidence that a gate accepts")
-        elif self._writer is not None and self._counts:
+        elif self._writer is not None and self._cells:
             terminalreporter.write_line(f"lossgate: evidence added to {self._path}")
+
+
+def _for_summary(line: bytes) -> CellRecord:
+    """Returns the record of a line without most of its numbers."""
+    import msgspec
+
+    from lossgate.engine.cell_record import CellRecord
+
+    return msgspec.structs.replace(msgspec.json.decode(line, type=CellRecord), outputs=(), coverage={}, worst=())

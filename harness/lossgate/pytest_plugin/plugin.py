@@ -157,12 +157,13 @@ def simulated_ranks() -> Iterator[SimulatedRanks]:
 def lossgate_run(
     request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> Callable[[Cell], None]:
-    """Runs a cell, and fails the item unless it agrees."""
+    """Runs a cell, and fails the item unless it agrees, or its numbers do if only these count."""
     import os
 
     import torch
 
     from lossgate.base.errors import UsageError
+    from lossgate.engine.cell_record import Verdict
     from lossgate.engine.earlier_failures import examples_of, hold_to_earlier
     from lossgate.engine.events import CellFinished
     from lossgate.engine.run_cell import run_cell
@@ -184,7 +185,7 @@ def lossgate_run(
             pytest.fail(str(error), pytrace=False)
         failures(CellFinished(result, mended))
         request.config.stash[_EVIDENCE].tell(result, failures.replay(result), record_property)
-        if not result.record.passes:
+        if result.record.counts_as(numbers_only=settings.numbers_only) is not Verdict.AGREE:
             whole = request.config.get_verbosity() > 0
             lines = describe_cell(result, failures.replay(result), whole=whole)
             pytest.fail("\n".join([*lines, *unwritten]), pytrace=False)

@@ -30,7 +30,9 @@ def suite(
         test_my_kernel = lossgate.suite(my_kernel)
 
     The function has an item for each layout and dtype, which holds the candidate to every property.
-    An inconclusive item fails. Items depend only on their names, so they run under pytest-xdist.
+    An inconclusive item fails, and so does one that breaks a promise, unless the setting
+    ``numbers_only`` says that only numbers count. Items depend only on their names, so they run
+    under pytest-xdist.
 
     Args:
         candidate: the candidate to verify.

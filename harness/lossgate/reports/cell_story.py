@@ -16,7 +16,7 @@ from lossgate.reports.console import print_whole, printable
 from lossgate.reports.describe import describe, escaped, marked, print_detail
 from lossgate.reports.resource_lines import resource_lines
 from lossgate.reports.run_lines import moment
-from lossgate.reports.shown_verdict import percent, share
+from lossgate.reports.shown_verdict import broken_in_words, percent, share
 
 _TIMES = 5
 """How many of the last verdicts of a cell are shown."""
@@ -31,7 +31,8 @@ def print_story(console: Console, record: CellRecord, results: Sequence[CellSumm
         results: all results of the cell, the newest last.
     """
     shown = results[-1]
-    console.print(f"{marked(shown)}  {escaped(str(record.key))}", soft_wrap=True)
+    broken = f": {broken}" if (broken := broken_in_words([shown])) else ""
+    console.print(f"{marked(shown)}  {escaped(f'{record.key}{broken}')}", soft_wrap=True)
     for line in [*describe(shown, whole=True), *(f"  {escaped(line)}" for line in _about(record, results))]:
         print_detail(console, line)
     if record.outputs:
@@ -53,7 +54,7 @@ def _about(record: CellRecord, results: Sequence[CellSummary]) -> Iterator[str]:
     yield f"when: {moment(record.time)}, {record.seconds:.1f} s, in run {record.run}"
     if len(results) > 1:
         times = sorted(one.time for one in results)
-        verdicts = ", ".join(one.verdict for one in results[-_TIMES:])
+        verdicts = ", ".join(one.outcome for one in results[-_TIMES:])
         yield f"before: {len(results)} runs, from {moment(times[0])} to {moment(times[-1])}; the last: {verdicts}"
     problems, comparisons = counted(record.problems, "problem"), counted(record.comparisons, "comparison")
     yield f"seen: {problems}, {comparisons}, detects {percent(record.mde)}"

@@ -18,6 +18,7 @@ _OF_A_KIND = 12
 
 _STYLES = {
     Change.DISAGREES: "bold red",
+    Change.BREAKS: "magenta",
     Change.VANISHED: "bold red",
     Change.INCONCLUSIVE: "yellow",
     Change.EXCUSED: "yellow",

@@ -12,7 +12,7 @@ from rich.text import Text
 from lossgate.base.spelling import counted
 from lossgate.engine.cell_record import CellRecord
 from lossgate.reports.console import make_console, printable, printable_lines
-from lossgate.reports.shown_verdict import STYLES, ShownVerdict, share
+from lossgate.reports.shown_verdict import STYLES, ShownVerdict, broken_in_words, share
 
 NOT_DISTINGUISHED = "Not distinguished: a kernel that takes one of these choices for another would have passed."
 EXEMPT = "Not held to these properties, as the candidates declare:"
@@ -58,14 +58,16 @@ _TO_COPY = re.compile(rf'{_REPLAY}| *File "')
 
 
 def heading(cell: CellRecord, *, placed: bool = False) -> str:
-    """Returns the verdict of a cell and its name, in rich markup.
+    """Returns the verdict of a cell, its name, and which promises it breaks although its numbers
+    agree, in rich markup.
 
     Args:
         cell: what is shown.
         placed: whether an unusual world and device are shown. In a run all cells have the same.
     """
     place = f"  on {cell.key.place}" if placed and cell.key.place else ""
-    return f"{marked(cell)}  {escaped(cell.candidate)}  {escaped(f'{place_of(cell)}{place}')}"
+    broken = f": {broken}" if (broken := broken_in_words([cell])) else ""
+    return f"{marked(cell)}  {escaped(cell.candidate)}  {escaped(f'{place_of(cell)}{place}{broken}')}"
 
 
 def place_of(cell: CellRecord) -> str:
@@ -208,6 +210,5 @@ def print_replayed_file(line: str) -> None:
 
 
 def _coloured(line: str) -> str:
-    verdict, _, rest = line.partition(" ")
-    style = next((style for word, style in STYLES.items() if word == verdict), "")
-    return f"[{style}]{verdict}[/] {escape(rest)}" if style else escape(line)
+    word = next((word for word in STYLES if line.startswith(f"{word} ")), None)
+    return escape(line) if word is None else f"[{STYLES[word]}]{word}[/]{escape(line.removeprefix(word))}"

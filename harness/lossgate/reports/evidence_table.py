@@ -159,7 +159,7 @@ def _repeats(gathered: Gathered) -> Iterator[str]:
         f"{counted(len(several), 'cell')} {were} verified more than once, in "
         f"{counted(runs, 'run')} from {moment(times[0])} to {moment(times[-1])}; the newest counts."
     )
-    changed = [key for key, results in several.items() if len({(one.verdict, one.expected) for one in results}) > 1]
+    changed = [key for key, results in several.items() if len({(one.outcome, one.expected) for one in results}) > 1]
     if changed:
         yield f"{counted(len(changed), 'cell')} had another verdict before: {printable(listed(changed))}."
     yield ""

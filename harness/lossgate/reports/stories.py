@@ -84,7 +84,7 @@ def _kind(cell: CellRecord) -> Hashable:
     """
     has_numbers = cell.failure is not None and cell.failure.statistics
     how = cell.cause or (cell.symptoms if has_numbers else tuple(map(_without_numbers, cell.reasons[:1])))
-    return ShownVerdict.of(cell), cell.property, how
+    return ShownVerdict.of(cell), cell.property, cell.broken, how
 
 
 def _layouts_by_dtype(alike: Iterable[CellRecord], right: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from lossgate.engine.events import CellAgrees, CellFinished, CellSkipped, CellSt
 from lossgate.reports.console import make_console, print_whole, printable
 from lossgate.reports.describe import describe, escaped, heading, print_detail, print_remarks, size_lines
 from lossgate.reports.failures import FailureFiles
-from lossgate.reports.shown_verdict import percent, share
+from lossgate.reports.shown_verdict import ShownVerdict, percent, share
 from lossgate.reports.stories import Stories
 from lossgate.reports.unfit_specs import unfit_specs
 from lossgate.reports.verdict_table import coloured_summary, summary, verdict_table
@@ -120,9 +120,11 @@ class Terminal:
         self._stories = Stories(whole=volume is Volume.VERBOSE)
         self._printed = _PrintedLines(whole=volume is Volume.VERBOSE)
         self._skipped: list[CellSkipped] = []
+        self._numbers_only = False
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):
+            self._numbers_only = event.settings.numbers_only
             self._start(len(event.cells))
             for remark in event.remarks:
                 self.console.print(escape(remark), soft_wrap=True)
@@ -191,7 +193,7 @@ class Terminal:
         if event.stopped:
             self.console.print(f"[bold]stopped:[/] {escape(event.stopped)}", soft_wrap=True)
         asked = sum(cell.mistakes_seconds for cell in cells) if self._volume is Volume.VERBOSE else 0.0
-        last = coloured_summary(summary(cells, event.seconds, asked=asked))
+        last = coloured_summary(summary(cells, event.seconds, asked=asked, numbers_only=self._numbers_only))
         self.console.print(last, soft_wrap=not self.console.is_terminal)
 
     def _print(self, lines: Iterable[str]) -> None:
@@ -236,7 +238,8 @@ class _PrintedLines:
 def describe_cell(result: CellResult, replay: str | None, *, whole: bool = False) -> list[str]:
     """Describes why a cell does not agree, in lines of plain text.
 
-    The first line is the cause and what to do, because it is all that pytest's summary shows.
+    The first line is the verdict, the cause and what to do, because it is all that pytest's summary
+    shows.
 
     Args:
         result: a cell that is not AGREE.
@@ -245,7 +248,7 @@ def describe_cell(result: CellResult, replay: str | None, *, whole: bool = False
     """
     cell = replace(result.record, replay=replay)
     lines = [heading(cell), *describe(cell, whole=whole)]
-    return [printable(cell.first_told), *(Text.from_markup(line).plain for line in lines)]
+    return [printable(f"{ShownVerdict.of(cell)}: {cell.first_told}"), *(Text.from_markup(line).plain for line in lines)]
 
 
 def _skipped_lines(skipped: Sequence[CellSkipped]) -> list[str]:

@@ -19,9 +19,17 @@ from rich.text import Text
 from lossgate.base.errors import UsageError
 from lossgate.base.layout import Layout
 from lossgate.base.spelling import counted
-from lossgate.engine.cell_record import CellRecord, Verdict
+from lossgate.engine.cell_record import CellRecord, Outcome
 from lossgate.reports.console import printable
-from lossgate.reports.shown_verdict import KNOWN_STYLE, STYLES, ShownVerdict, percent, share
+from lossgate.reports.shown_verdict import (
+    KNOWN_STYLE,
+    STYLES,
+    ShownVerdict,
+    broken_in_words,
+    broken_names,
+    percent,
+    share,
+)
 
 _MARK = " <--"
 """Marks a disagreement in the table, because AGREE and DISAGREE look alike without colours."""
@@ -43,8 +51,8 @@ _CAPTION = (
 )
 
 
-_BEFORE_NOTE = r"(?<= )(?=\(known: )"
-"""Verdicts may be broken before the name of a known failure."""
+_IN_NOTE = r"(?<= )(?=\()|(?<=, )"
+"""Verdicts may be broken before the name of a known failure, and before that of each promise."""
 _IN_LAYOUTS = r"(?<=up to )|(?<=,)(?=\w)"
 """Layouts may be broken after "up to" and between axes."""
 
@@ -71,16 +79,22 @@ def rows_of(cells: Iterable[CellRecord]) -> list[list[CellRecord]]:
     return list(groups.values())
 
 
-def summary(cells: Sequence[CellRecord], seconds: float | None = None, *, asked: float = 0.0) -> str:
-    """Counts the cells by verdict, in one line.
+def summary(
+    cells: Sequence[CellRecord], seconds: float | None = None, *, asked: float = 0.0, numbers_only: bool = False
+) -> str:
+    """Counts the cells by verdict, and names the promises that are broken, in one line.
 
     Args:
         cells: all of them.
         seconds: how long they took together, on the clock; None if nobody measured that.
         asked: the CPU seconds that it took to ask which known mistakes would show; 0 is left out.
+        numbers_only: whether broken promises do not count.
     """
-    counts = Counter("known failure" if cell.expected else cell.verdict for cell in cells)
-    verdicts = ", ".join(f"{count} {word}" for word, count in sorted(counts.items())) or "nothing was verified"
+    counts = Counter("known failure" if cell.expected else cell.outcome for cell in cells)
+    words = [f"{count} {word}" for word, count in sorted(counts.items())]
+    uncounted = "; only numbers count" if numbers_only else ""
+    broken = f" ({broken}{uncounted})" if (broken := broken_in_words(cells)) else ""
+    verdicts = ", ".join(words) + broken or "nothing was verified"
     took = f"; {seconds:.0f} s" if seconds is not None else ""
     price = f"; asking which known mistakes would show took {asked:.1f} CPU s" if asked else ""
     return f"{counted(len(cells), 'cell')}: {verdicts}{took}{price}"
@@ -102,6 +116,8 @@ class _Row:
     name: str
     verdicts: tuple[tuple[int, ShownVerdict], ...]
     """The number of cells with each verdict, the worst verdict first."""
+    broken: str
+    """The promises that are broken; "" if the row is of the only one."""
     dtype: str
     layouts: str
     worst: str
@@ -116,11 +132,12 @@ class _Row:
         cell = cells[0]
         counts = Counter(map(ShownVerdict.of, cells))
         margins = [cell.margin for cell in cells if cell.comparisons]
-        effects = [cell.mde for cell in cells if not ShownVerdict.of(cell).wrong]
+        effects = [cell.mde for cell in cells if cell.expected or cell.outcome is not Outcome.DISAGREE]
         name = cell.candidate if cell.property == "agreement" else f"{cell.candidate} {cell.property}"
         return cls(
             name=printable(f"{name} on {cell.key.place}" if placed and cell.key.place else name),
             verdicts=tuple((counts[shown], shown) for shown in sorted(counts, key=lambda shown: shown.order)),
+            broken=broken_names(cells) if cell.property == "agreement" else "",
             dtype=printable(cell.dtype),
             layouts=_layouts(cells),
             worst=share(_largest(margins)) if margins else _NOTHING,
@@ -132,7 +149,7 @@ class _Row:
 
     @property
     def candidate(self) -> Text:
-        return Text(self.name, style=STYLES[Verdict.DISAGREE] if self.wrong else "")
+        return Text(self.name, style=STYLES[self.verdicts[0][1].word] if self.wrong else "")
 
     @property
     def wrong(self) -> bool:
@@ -143,8 +160,10 @@ class _Row:
         lines: list[Text] = []
         for count, shown in self.verdicts:
             number = f"{count} x " if len(self.verdicts) > 1 else ""
-            mark = _MARK if shown.wrong else ""
-            note = f" {shown.note}" if notes and shown.note else ""
+            mark = _MARK if shown.wrong and shown.word is Outcome.DISAGREE else ""
+            breaks = self.broken if shown.wrong and shown.word is Outcome.PROMISE_BROKEN else ""
+            said = f"({breaks})" if breaks else shown.note
+            note = f" {said}" if notes and said else ""
             lines.append(Text(f"{number}{shown.word}{mark}{note}", shown.style))
         return Text("\n").join(lines)
 
@@ -256,7 +275,7 @@ class VerdictTable:
         """Yields the sets of columns to try, from the most detailed to the least."""
         rows = self._rows
         candidate = partial(_Column, "candidate", [row.candidate for row in rows], breaks=r"(?<=[\s_.-])")
-        verdict = partial(_Column, "verdict", [row.verdict(notes=True) for row in rows], breaks=_BEFORE_NOTE)
+        verdict = partial(_Column, "verdict", [row.verdict(notes=True) for row in rows], breaks=_IN_NOTE)
         dtype = _Column("dtype", [Text(row.dtype) for row in rows])
         layouts = partial(_Column, "layouts", [Text(row.layouts) for row in rows], breaks=_IN_LAYOUTS)
         figures = [

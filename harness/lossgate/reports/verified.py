@@ -14,7 +14,7 @@ from lossgate.base.errors import UsageError
 from lossgate.declaration.candidate import Candidate
 from lossgate.engine.cell import CellResult
 from lossgate.engine.cell_record import Verdict
-from lossgate.engine.events import Event, RunFinished
+from lossgate.engine.events import Event, RunFinished, RunStarted
 from lossgate.engine.run import run
 from lossgate.engine.settings import load_settings
 from lossgate.reports.failures import FailureFiles
@@ -32,8 +32,11 @@ class Verified:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict on the worst cell. A known failure counts as AGREE."""
-        verdicts = {result.verdict for result in self.results if not result.record.passes}
+        """The verdict on the worst cell. A known failure counts as AGREE, and broken promises do
+        not count if the setting ``numbers_only`` says so.
+        """
+        numbers_only = any(isinstance(one, RunStarted) and one.settings.numbers_only for one in self.events)
+        verdicts = {result.record.counts_as(numbers_only=numbers_only) for result in self.results}
         for worst in (Verdict.DISAGREE, Verdict.INCONCLUSIVE):
             if worst in verdicts:
                 return worst

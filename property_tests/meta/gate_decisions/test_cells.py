@@ -11,6 +11,7 @@ from lossgate.gate.gate_verdict import GateCode, GateReason
 from property_tests.meta.gate_decisions.decided import CELLS, RULES, Gate, only, reported
 from property_tests.meta.made_evidence import (
     COMMIT,
+    breaking,
     cell,
     disagreeing,
     inconclusive,
@@ -47,6 +48,12 @@ ONE_WRONG: dict[str, tuple[CellRecord | None, GateCode, GateReason, str]] = {
         GateCode.DISAGREE,
         GateReason.DISAGREE,
         "it disagrees: loss: 1.01 times the reference",
+    ),
+    "it breaks a promise": (
+        breaking(layout="tp=2"),
+        GateCode.DISAGREE,
+        GateReason.PROMISE_BROKEN,
+        "its numbers agree, but it breaks masked-nan: property masked-nan: loss: 1 of 1 entries are not finite",
     ),
     "it is inconclusive": (
         inconclusive(layout="tp=2"),

@@ -71,8 +71,8 @@ def test_a_closed_gate_never_looks_open(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", GateReason)
-def test_only_a_disagreement_is_a_failure(kind: GateReason) -> None:
-    tag = "failure" if kind is GateReason.DISAGREE else "error"
+def test_only_a_kernel_that_is_wrong_is_a_failure(kind: GateReason) -> None:
+    tag = "failure" if kind in (GateReason.DISAGREE, GateReason.PROMISE_BROKEN) else "error"
     for judged in (verdict([blocked(key(), kind)]), verdict([], of_gate(kind))):
         assert {one.tag for one in tree(judged).iter() if one.get("type")} == {tag}
         assert {one.get("type") for one in tree(judged).iter(tag)} == {kind.value}

@@ -87,6 +87,12 @@ def excused(of: CellKey, issue: str = ISSUE) -> GatedCell:
     return GatedCell(key=of, summary=summary(of, "DISAGREE"), excused=issue)
 
 
+def breaking(of: CellKey, *blockers: Blocker) -> GatedCell:
+    """Returns a cell whose numbers agree, and which breaks a promise."""
+    broken = PropertyRecord(name="masked-nan", problems=1, findings=("loss: not finite",), on="3 tokens")
+    return GatedCell(key=of, summary=summary(of, "DISAGREE", numbers="AGREE", properties=(broken,)), blockers=blockers)
+
+
 def verdict(cells: Iterable[GatedCell], *general: Blocker, **changed: Any) -> GateVerdict:
     cells = tuple(sorted(cells, key=lambda cell: cell.key))
     whole: dict[str, Any] = {
@@ -145,6 +151,7 @@ VERDICTS: dict[str, GateVerdict] = {
     "open, with a cell that nobody asks for": verdict(
         [agreeing(key()), GatedCell(key=key("other"), summary=summary(key("other"), "INCONCLUSIVE"), required=False)]
     ),
+    "open, with a broken promise that the policy lets pass": verdict([agreeing(key()), breaking(key("other"))]),
     "closed, without cells": verdict([], of_gate(GateReason.EMPTY), evidence=(), versions={}),
     "closed by a cell that is not there": verdict([blocked(key(), GateReason.MISSING, "It's not there.")]),
     "hostile": hostile(),

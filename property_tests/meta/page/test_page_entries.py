@@ -8,11 +8,13 @@ from lossgate.engine.cell_record import CellRecord
 from lossgate.gate.gate_verdict import GatedCell, GateReason
 from lossgate.reports.page.entries import Page, State, count_states, entries_of, matrix_of
 from lossgate.reports.page.headline import detects, headline, origin_of, problems_of
+from property_tests.meta.made_evidence import breaking
 from property_tests.meta.page.made import DIGEST, RUN, blocker, gate, gated, key, known, page, record
 
 WRONG = record("wrong", verdict="DISAGREE", reasons=("loss: 1.01 times the reference",))
 UNSURE = record("unsure", verdict="INCONCLUSIVE", mde=None)
 DAY = "2026-01-31"
+BREAKING = breaking("masked-nan", "no-grad", candidate="breaking")
 EXPECTED = record("expected", verdict="DISAGREE", known_failure=known(expected=True))
 
 
@@ -21,6 +23,7 @@ EXPECTED = record("expected", verdict="DISAGREE", known_failure=known(expected=T
     [
         (record(), State.AGREES),
         (WRONG, State.DISAGREES),
+        (BREAKING, State.BROKEN),
         (UNSURE, State.INCONCLUSIVE),
         (EXPECTED, State.KNOWN),
         (record(verdict="DISAGREE", known_failure=known(expected=False)), State.DISAGREES),
@@ -85,6 +88,30 @@ def test_no_effect_is_known_of_a_cell_that_disagrees_or_was_never_compared(cell:
         (True, page(record("a"), record("b")), "All 2 cells agree.", ""),
         (True, page(record("a"), EXPECTED), "No cell disagrees.", "Only known failures do."),
         (False, page(record("a"), WRONG), "1 of 2 cells disagrees.", ""),
+        (
+            False,
+            page(record("a"), BREAKING),
+            "1 of 2 cells breaks promises.",
+            "Numbers agree, 2 promises broken: masked-nan, no-grad.",
+        ),
+        (False, page(BREAKING, WRONG), "1 of 2 cells disagrees.", "1 of 2 cells breaks promises."),
+        (
+            False,
+            page(gate=gate(gated(BREAKING, blocker(GateReason.PROMISE_BROKEN, "breaking")))),
+            "The gate is closed.",
+            "Exit code 1: 1 cell breaks promises.",
+        ),
+        (
+            False,
+            page(
+                gate=gate(
+                    gated(BREAKING, blocker(GateReason.PROMISE_BROKEN, "breaking")),
+                    gated(WRONG, blocker(GateReason.DISAGREE, "wrong")),
+                )
+            ),
+            "The gate is closed.",
+            "Exit code 1: 1 cell disagrees and 1 cell breaks promises.",
+        ),
         (False, page(UNSURE), "1 of 1 cell is inconclusive.", "Nothing wrong was seen, but not enough was seen."),
         (
             True,

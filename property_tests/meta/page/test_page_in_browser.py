@@ -378,7 +378,7 @@ def test_a_cell_that_fails_says_each_thing_once(desk: Desk, real: Sequence[CellR
     said = reader.tab.locator("#cell").inner_text()
     assert {text: said.count(text) for text in (*wrong.reasons, command)} == dict.fromkeys((*wrong.reasons, command), 1)
     for sentence in (
-        "A disagreement closes the gate whether a rule asks for the cell or not.",
+        "A kernel that is wrong closes the gate whether a rule asks for the cell or not.",
         "These numbers are of the smallest problem that disagrees.",
     ):
         assert sentence in said
@@ -392,10 +392,13 @@ def test_a_cell_tells_to_which_properties_it_was_held(desk: Desk) -> None:
         PropertyRecord(name="idle-rank", problems=0),
         PropertyRecord(name="int32-ids", problems=0, exempt="it has none"),
     )
-    reader = desk.open(page(record(verdict="DISAGREE", reasons=("property masked-nan: wrong",), properties=held)))
+    broken = record(verdict="DISAGREE", numbers="AGREE", reasons=("property masked-nan: wrong",), properties=held)
+    reader = desk.open(page(broken))
     reader.tab.locator("#matrix td > button").first.click()
     reader.tab.get_by_text("all properties").click()
     said = reader.tab.locator("#cell").inner_text()
+    assert "The cell breaks a promise." in said
+    assert "Numbers agree, 1 promise broken: masked-nan." in said
     assert "Broken: masked-nan." in said
     for row in (
         ("no-grad", "kept"),

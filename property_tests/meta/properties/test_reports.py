@@ -77,7 +77,7 @@ def test_a_broken_property_is_told_with_what_to_do(verify: Verify, folder: Path,
     done = verify("product")
     assert done.returncode == 1
     assert story(done) == [
-        "DISAGREE  product  float32  single",
+        "PROMISE BROKEN  product  float32  single: numbers agree, 1 promise broken: masked-nan",
         "  property masked-nan: loss: 1 of 1 entries are not finite; the reference is finite there",
         "  to do: select before computing: torch.where(mask, x, 0.0), because 0 * NaN is NaN",
         f"  on: {SMALLEST}",
@@ -87,7 +87,7 @@ def test_a_broken_property_is_told_with_what_to_do(verify: Verify, folder: Path,
     again = lossgate("replay", str(file))
     assert again.returncode == 1
     assert again.stdout.splitlines() == [
-        "DISAGREE  product  masked-nan  float32  single",
+        "PROMISE BROKEN  product  masked-nan  float32  single",
         "  loss: 1 of 1 entries are not finite; the reference is finite there",
         "  to do: select before computing: torch.where(mask, x, 0.0), because 0 * NaN is NaN",
         f"  on: {SMALLEST}",
@@ -107,14 +107,14 @@ def test_the_second_property_that_is_broken_is_told_too(verify: Verify) -> None:
 
 def test_a_property_alone_has_cells_of_its_own(verify: Verify) -> None:
     done = verify("product", "--property", "masked-nan", "--property", "no-grad")
-    said = [line for line in done.stdout.splitlines() if line.startswith(("DISAGREE", "AGREE", "  to do"))]
+    said = [line for line in done.stdout.splitlines() if line.startswith(("PROMISE BROKEN", "AGREE", "  to do"))]
     assert [line.split(":")[0] for line in said] == [
-        "DISAGREE  product  masked-nan  float32  single",
+        "PROMISE BROKEN  product  masked-nan  float32  single",
         "  to do",
         "AGREE  product  no-grad  float32  single",
     ]
     assert "product masked-nan" in done.stdout
-    assert "2 cells: 1 AGREE, 1 DISAGREE" in done.stdout
+    assert "2 cells: 1 AGREE, 1 PROMISE BROKEN (1 promise broken: masked-nan)" in done.stdout
 
 
 def test_a_misspelt_property_is_a_line(verify: Verify) -> None:

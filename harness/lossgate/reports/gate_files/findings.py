@@ -11,6 +11,8 @@ from lossgate.engine.cell_record import CellKey
 from lossgate.gate.gate_verdict import Blocker, GatedCell, GateReason, GateVerdict
 from lossgate.reports.describe import CONVENTIONS, EXCLUDED, EXEMPT, NOT_DISTINGUISHED, in_pairs, remark_lines
 
+_ALLOWED = "Promises that are broken, which the policy lets pass because the numbers agree:"
+
 
 @dataclass(frozen=True)
 class GateFinding:
@@ -31,8 +33,8 @@ class GateFinding:
 
     @property
     def replay(self) -> str:
-        """The command that shows a disagreement again; empty if there is none."""
-        if self.reason is not GateReason.DISAGREE or self.cell is None or self.cell.summary is None:
+        """The command that shows what is wrong again; empty if there is none."""
+        if not self.reason.is_of_kernel or self.cell is None or self.cell.summary is None:
             return ""
         return self.cell.summary.replay or ""
 
@@ -77,15 +79,17 @@ class GateFindings:
     @property
     def remarks(self) -> Iterator[tuple[str, Sequence[str]]]:
         """Headings, each with its lines, about cells of any verdict: choices that are not
-        distinguished, properties to which candidates are not held, and problems that they are not
-        given. A heading without lines is left out.
+        distinguished, properties to which candidates are not held, problems that they are not
+        given, and broken promises that the policy lets pass. A heading without lines is left out.
         """
-        summaries = [cell.summary for cell in self.verdict.cells if cell.summary is not None]
+        seen = [(cell, cell.summary) for cell in self.verdict.cells if cell.summary is not None]
+        summaries = [summary for _, summary in seen]
         remarks = {
             NOT_DISTINGUISHED: [one.not_distinguished for one in summaries],
             EXEMPT: [in_pairs(one.exempt) for one in summaries],
             CONVENTIONS: [in_pairs(one.conventions) for one in summaries],
             EXCLUDED: [in_pairs(one.excluded) for one in summaries],
+            _ALLOWED: [one.broken if cell.passes and not cell.excused else () for cell, one in seen],
         }
         candidates = [one.key.candidate for one in summaries]
         for heading, of_cells in remarks.items():

@@ -18,6 +18,7 @@ from lossgate.reports.console import one_line, plain
 from lossgate.reports.describe import in_pairs
 from lossgate.reports.gate_files.findings import GateFinding, GateFindings, of_cell, short_name
 from lossgate.reports.resource_lines import resource_lines
+from lossgate.reports.shown_verdict import broken_in_words
 
 _GATE = "lossgate.gate"
 
@@ -39,7 +40,7 @@ class _Case:
     def tag(self) -> str:
         if self.reason is None:
             return "system-out"
-        return "failure" if self.reason is GateReason.DISAGREE else "error"
+        return "failure" if self.reason.is_of_kernel else "error"
 
 
 def junit_xml(verdict: GateVerdict) -> str:
@@ -47,8 +48,8 @@ def junit_xml(verdict: GateVerdict) -> str:
 
     The first suite is about the gate. Its first case is the verdict itself, and its other cases are
     the reasons that are about no single cell. Each candidate has a suite with a case for each cell.
-    A case has at most one ``failure`` (for a disagreement) or ``error`` (for any other reason),
-    because many readers take only the first. Its text lists all findings.
+    A case has at most one ``failure`` (for a kernel that is wrong) or ``error`` (for any other
+    reason), because many readers take only the first. Its text lists all findings.
     """
     gate = _suite(_GATE, list(_gate_cases(GateFindings(verdict))))
     gate.insert(0, _properties(verdict))
@@ -89,6 +90,8 @@ def _note(cell: GatedCell) -> str:
         return f"excused by a known failure: {cell.excused}"
     if cell.verdict == "AGREE":
         return "" if cell.summary is None else "\n".join(_seen(cell.summary))
+    if cell.required and cell.summary is not None:
+        return f"{cell.verdict}, but the policy asks only for the numbers: {broken_in_words([cell.summary])}"
     return f"{cell.verdict}, but no rule of the policy asks for this cell"
 
 
@@ -109,7 +112,7 @@ def _seen(summary: CellSummary) -> Iterator[str]:
 
 def _failing(classname: str, name: str, findings: Sequence[GateFinding], seconds: float = 0.0) -> _Case:
     """Returns a case that fails for its gravest reason. Its text has all reasons."""
-    first = next((finding for finding in findings if finding.reason is GateReason.DISAGREE), findings[0])
+    first = next((finding for finding in findings if finding.reason.is_of_kernel), findings[0])
     more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
     lines = list(map(_line, findings))
     if first.replay:

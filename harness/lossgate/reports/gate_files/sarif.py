@@ -21,6 +21,7 @@ from lossgate.reports.console import one_line, plain
 from lossgate.reports.gate_files.findings import GateFinding, GateFindings
 from lossgate.reports.gate_files.source_places import SourcePlaces
 from lossgate.reports.resource_lines import resource_lines
+from lossgate.reports.shown_verdict import broken_in_words
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _MOST_RESULTS = 25_000
@@ -142,7 +143,7 @@ def _results(findings: GateFindings, places: SourcePlaces) -> Iterator[Json]:
         rule, key = _id(finding.reason), finding.blocker.cell
         yield _of_finding(finding, _Same(rule, key, seen[rule, key]), places)
         seen[rule, key] += 1
-    yield from _excused(findings.verdict.cells, places)
+    yield from _let_pass(findings.verdict.cells, places)
 
 
 def _of_finding(finding: GateFinding, same: _Same, places: SourcePlaces) -> Json:
@@ -159,11 +160,16 @@ def _of_finding(finding: GateFinding, same: _Same, places: SourcePlaces) -> Json
     return result | _properties(cell, finding.blocker.where)
 
 
-def _excused(cells: Iterable[GatedCell], places: SourcePlaces) -> Iterator[Json]:
+def _let_pass(cells: Iterable[GatedCell], places: SourcePlaces) -> Iterator[Json]:
+    """Yields a note for each cell that passes although it is a known failure or breaks promises."""
     for cell in cells:
+        reason, why = None, ""
         if cell.excused:
-            message = f"{cell.key}: excused by a known failure: {cell.excused}"
-            result = _result(_id(GateReason.KNOWN_FAILURE), "note", message, _Same("excused", cell.key, 0))
+            reason, why = GateReason.KNOWN_FAILURE, f"excused by a known failure: {cell.excused}"
+        elif cell.passes and cell.summary is not None and (broken := broken_in_words([cell.summary])):
+            reason, why = GateReason.PROMISE_BROKEN, f"{broken}; the policy asks only for the numbers"
+        if reason is not None:
+            result = _result(_id(reason), "note", f"{cell.key}: {why}", _Same("excused", cell.key, 0))
             result["locations"] = [_location(places.of_candidate(cell.key.candidate, cell.summary), cell)]
             yield result | _properties(cell)
 

@@ -26,8 +26,8 @@ def statement(verdict: GateVerdict, subjects: Sequence[Digested] = ()) -> str:
     """Returns the verdict as an in-toto statement with a test-result predicate.
 
     Each cell is a test. A cell has warned if it passes although it does not agree, because a known
-    failure excuses it or no rule asks for it. A reason that is about no single cell is a failed
-    test ``gate: REASON``.
+    failure excuses it, no rule asks for it, or only its numbers count. A reason that is about no
+    single cell is a failed test ``gate: REASON``.
 
     Args:
         verdict: the verdict of the gate.

@@ -17,6 +17,7 @@ from lossgate.engine.output_record import OutputRecord, PooledRecord
 from lossgate.evidence.records import RunRecord, parse_time
 from lossgate.reports.describe import in_pairs
 from lossgate.reports.page.entries import PageCell
+from lossgate.reports.shown_verdict import broken_in_words
 
 BINS_PER_DECADE = 4
 """Bins for shares between a number and ten times that number."""
@@ -149,6 +150,7 @@ class Details:
         run = self._runs.get(record.run)
         return {
             "reasons": self._all(record.told),
+            "broken": self._text(broken_in_words([record])),
             "faults": self._all(record.faults),
             "explains": self._text(record.explains),
             "failure": self._failure(record.failure),
@@ -240,7 +242,7 @@ class Details:
         return {
             "times": self._all(record.time for record in records),
             "commits": self._all((run.commit or "")[:12] if run else "" for run in runs),
-            "verdicts": self._all(record.verdict.lower() for record in records),
+            "verdicts": self._all(record.outcome.lower() for record in records),
             "outputs": [[self._text(name), *_columns([pool.get(name) for pool in pools])] for name in names],
         }
 

@@ -33,6 +33,7 @@ class State(StrEnum):
     """The verdict on a cell in the words of the page, the worst first."""
 
     DISAGREES = "disagrees"
+    BROKEN = "promise broken"
     MISSING = "missing"
     INCONCLUSIVE = "inconclusive"
     KNOWN = "known failure"
@@ -41,6 +42,7 @@ class State(StrEnum):
 
 SYMBOLS = {
     State.DISAGREES: "✗",
+    State.BROKEN: "△",
     State.MISSING: "∅",
     State.INCONCLUSIVE: "?",
     State.KNOWN: "≈",
@@ -50,6 +52,7 @@ SYMBOLS = {
 
 PLURALS = {
     State.DISAGREES: "disagree",
+    State.BROKEN: "break promises",
     State.MISSING: "missing",
     State.INCONCLUSIVE: "inconclusive",
     State.KNOWN: "known failures",
@@ -60,6 +63,7 @@ PLURALS = {
 _STATES = {
     "AGREE": State.AGREES,
     "DISAGREE": State.DISAGREES,
+    "PROMISE BROKEN": State.BROKEN,
     "INCONCLUSIVE": State.INCONCLUSIVE,
     "MISSING": State.MISSING,
 }
@@ -126,14 +130,14 @@ class PageCell:
     def _verdict(self) -> str:
         if self.gated is not None:
             return self.gated.verdict
-        return self.record.verdict if self.record is not None else "MISSING"
+        return self.record.outcome if self.record is not None else "MISSING"
 
     @property
     def _is_known_failure(self) -> bool:
         if self.gated is not None and self.gated.excused:
             return True
         is_expected = self.record is not None and self.record.expected
-        return is_expected and self._verdict == "DISAGREE"
+        return is_expected and self._verdict in ("DISAGREE", "PROMISE BROKEN")
 
 
 def entries_of(page: Page) -> list[PageCell]:

@@ -10,7 +10,7 @@ from lossgate.evidence.records import RunRecord
 from lossgate.gate.gate_verdict import Blocker, GateCode, GateReason, GateVerdict
 from lossgate.reports.evidence_table import listed
 from lossgate.reports.page.entries import Page, PageCell, State
-from lossgate.reports.shown_verdict import NOTHING, percent
+from lossgate.reports.shown_verdict import NOTHING, broken_in_words, percent
 
 UNKNOWN = "\N{EN DASH}"
 """Shown in place of the minimum detectable effect if a cell disagrees or was never compared."""
@@ -41,7 +41,7 @@ def detects(entry: PageCell) -> str:
     effect = percent(entry.mde)
     if effect != NOTHING:
         return _plain_exponent(effect)
-    disagrees = entry.state in (State.DISAGREES, State.KNOWN)
+    disagrees = entry.state in (State.DISAGREES, State.BROKEN, State.KNOWN)
     return UNKNOWN if disagrees or not entry.comparisons else NOTHING
 
 
@@ -61,27 +61,39 @@ def _of_gate(gate: GateVerdict) -> Headline:
     if gate.code is GateCode.OPEN:
         passing = "the one required cell passes" if required == 1 else f"all {required:,} required cells pass"
         return Headline("The gate is open.", f"Exit code 0: {passing}.", good=True)
-    others = Counter(blocker.reason for blocker in gate.blockers if blocker.reason is not GateReason.DISAGREE)
+    others = Counter(blocker.reason for blocker in gate.blockers if not blocker.reason.is_of_kernel)
     counts = ", ".join(f"{others[reason]:,} {reason}" for reason in GateReason if others[reason])
     if gate.code is not GateCode.DISAGREE:
         why = f"Exit code 3: no cell disagrees, but the evidence is not enough: {counts}."
         return Headline("The gate is closed.", why, good=False)
-    wrong = len({blocker.cell for blocker in gate.blockers if blocker.reason is GateReason.DISAGREE})
-    why = f"Exit code 1: {_count(wrong, 'cell')} {'disagrees' if wrong == 1 else 'disagree'}"
+    wrong = {reason: len({one.cell for one in gate.blockers if one.reason is reason}) for reason in GateReason}
+    disagree, broken = wrong[GateReason.DISAGREE], wrong[GateReason.PROMISE_BROKEN]
+    said = [f"{_count(disagree, 'cell')} {'disagrees' if disagree == 1 else 'disagree'}"] if disagree else []
+    said += [f"{_count(broken, 'cell')} {_BREAK[broken == 1]}"] if broken else []
+    why = f"Exit code 1: {' and '.join(said)}"
     if number := others.total():
         are = "is" if number == 1 else "are"
         why += f", and there {are} {_count(number, 'other reason')}: {counts}"
     return Headline("The gate is closed.", f"{why}.", good=False)
 
 
+_BREAK = ("break promises", "breaks promises")
+"""What is said of several cells, and of one."""
+
+
 def _of_report(entries: Sequence[PageCell]) -> Headline:
     wrong = sum(entry.state is State.DISAGREES for entry in entries)
+    breaking = [entry for entry in entries if entry.state is State.BROKEN]
+    break_promises = f"{_share(len(breaking), entries)} {_BREAK[len(breaking) == 1]}"
     unsure = sum(entry.state is State.INCONCLUSIVE for entry in entries)
     if not entries:
         return Headline("There are no cells.", "The evidence has no results.", good=False)
     if wrong:
         disagree = "disagrees" if wrong == 1 else "disagree"
-        return Headline(f"{_share(wrong, entries)} {disagree}.", "", good=False)
+        return Headline(f"{_share(wrong, entries)} {disagree}.", f"{break_promises}." if breaking else "", good=False)
+    if breaking:
+        which = broken_in_words(entry.source for entry in breaking if entry.source is not None)
+        return Headline(f"{break_promises}.", f"{which[:1].upper()}{which[1:]}.", good=False)
     if unsure:
         are = "is" if unsure == 1 else "are"
         why = "Nothing wrong was seen, but not enough was seen."

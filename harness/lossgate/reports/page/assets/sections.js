@@ -15,12 +15,14 @@ function reasonsSection(cell) {
     notes.push(`${counted(cell.details.problems, 'problem')}, ${counted(cell.details.comparisons, 'comparison')}.`);
     if (cell.state !== 'disagrees') notes.push(detected(mde));
   }
+  const broken = cell.details.broken ? text(cell.details.broken) : '';
+  if (broken) notes.unshift(`${broken[0].toUpperCase()}${broken.slice(1)}.`);
   if (cell.details.excluded) notes.push(`The candidate is never given these, as it declares: ${texts(cell.details.excluded).join('; ')}.`);
   if (cell.details.alike) notes.push(`No problem distinguished these: ${texts(cell.details.alike).join('; ')}.`);
   if (excused) notes.push(`The policy excuses it: ${excused}`);
   if (required === 0) {
-    const disagrees = (blockers || []).some(([kind]) => text(kind) === 'disagree');
-    notes.push(`No rule of the policy asks for it.${disagrees ? ' A disagreement closes the gate whether a rule asks for the cell or not.' : ''}`);
+    const disagrees = (blockers || []).some(([kind]) => ['disagree', 'promise broken'].includes(text(kind)));
+    notes.push(`No rule of the policy asks for it.${disagrees ? ' A kernel that is wrong closes the gate whether a rule asks for the cell or not.' : ''}`);
   }
   const kept = (blockers || []).map(([, message, where]) => (text(where) ? `${text(message)} (${text(where)})` : text(message)));
   return make('section', { 'aria-label': 'Verdict' }, verdict, notes.map((note) => make('p', {}, quote(note))),
@@ -38,7 +40,7 @@ const OF_SMALLEST = 'These numbers are of the smallest problem that disagrees. P
 
 const VERDICTS = {
   agrees: 'agrees', disagrees: 'disagrees', inconclusive: 'is inconclusive', missing: 'is missing',
-  'known failure': 'disagrees as a known failure does',
+  'promise broken': 'breaks a promise', 'known failure': 'disagrees as a known failure does',
 };
 
 function knownSection({ details: { known } }) {
