@@ -76,7 +76,7 @@ def test_a_planted_bug_is_one_report_and_the_same_problem(tmp_path: Path) -> Non
     launched = run(*four, *given, str(tmp_path / "launched"), "--world", "torchrun")
     simulated = run(str(warm_commands() / "lossgate"), *given, str(tmp_path / "simulated"))
     assert (launched.returncode, simulated.returncode) == (1, 1), launched.stdout + launched.stderr
-    assert launched.stdout.count("grad of weight: 2 times the reference") == 1
+    assert launched.stdout.count("grad of weight: got ") == 1
     assert launched.stderr.count("exitcode  : 1 ") == 4  # of every rank
     files = [json.loads(next((tmp_path / name).iterdir()).read_text()) for name in ("launched", "simulated")]
     assert [file.pop("world") for file in files] == ["torchrun", "simulated"]
@@ -90,7 +90,7 @@ def test_a_planted_bug_is_one_report_and_the_same_problem(tmp_path: Path) -> Non
     assert "it fails exactly as when the file was written" in replayed.stdout
     again = run(str(warm_commands() / "lossgate"), *shown[1].split(), "--world", "simulated")
     assert again.returncode == 1
-    assert "grad of weight: 2 times the reference" in again.stdout
+    assert "grad of weight: got " in again.stdout
 
 
 def two_tests(ranks: int, body: str) -> str:

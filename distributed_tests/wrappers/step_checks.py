@@ -38,7 +38,7 @@ def _wrong_results(cell: Cell, steps: Sequence[Step]) -> list[str]:
                 return found
         for comparison in known.compare(step.numbers, step.gradients):
             if not comparison.agrees:
-                found.append(f"rank {rank}: {comparison.output}: {'; '.join(explain(comparison))}")
+                found.append(f"rank {rank}: {comparison.output}: {'; '.join(explain([comparison]))}")
     return found
 
 

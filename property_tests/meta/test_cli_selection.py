@@ -66,7 +66,7 @@ def test_a_candidate_that_raises_everywhere_is_given_up_and_said_so(folder: Path
     assert lines[at + 1] == "    called"
     assert lines[at + 2].endswith("UserWarning: beware")
     assert lines.count("    called") == 1
-    assert lines[at + 4] == "DISAGREE  raises  float32  cp=2  like one above"
+    assert lines[at + 4] == "DISAGREE  raises  float32  cp=2  like float32  single"
     assert lines[-2].startswith(
         "raises: 5 more cells not tried, since all before ended alike: rank 0 raised ValueError"
     )

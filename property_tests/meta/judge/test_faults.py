@@ -25,7 +25,7 @@ def test_what_is_not_finite_never_agrees(make_world: MakeWorld, dtype: str, outp
         outputs[output] = wrong
 
     comparison = judge_changed(make_problem(dtype), make_world("single"), spoil)[output]
-    assert "not finite; the reference is finite there" in next(explain(comparison))
+    assert "not finite; the reference is finite there" in next(explain([comparison]))
 
 
 def test_log_probabilities_of_masked_tokens_may_be_nan(make_world: MakeWorld) -> None:
@@ -46,7 +46,7 @@ def test_a_gradient_where_there_should_be_none_is_a_fault(make_world: MakeWorld)
         outputs["grad of hidden"] = outputs["grad of hidden"].index_fill(0, torch.tensor([masked]), 1e-30)
 
     comparison = judge_changed(problem, make_world("single"), leak)["grad of hidden"]
-    assert "entries should be exactly zero, but are up to 1e-30" in next(explain(comparison))
+    assert "entries should be exactly zero, but are up to 1e-30" in next(explain([comparison]))
 
 
 def test_a_missing_gradient_is_a_fault(make_world: MakeWorld) -> None:
