@@ -93,10 +93,13 @@ def test_candidates_of_a_file_are_told_without_it(tmp_path: Path, monkeypatch: p
     found = load_candidates(str(file))
     told = elsewhere.tell_candidates(str(file))
     assert told is not None
-    module = elsewhere.stand_in(told, "")
+    take = elsewhere.stand_in(told, "")
+    assert take is not None
+    module = take()
     assert module.__file__ == str(file)
     assert [replace(one, kernel=len) for one in module.told] == [replace(one, kernel=len) for one in found]
     assert elsewhere.tell_candidates(str(own)) is None
+    assert elsewhere.stand_in(b"cno_such_module\nOwn\n.", "") is None
     own_property = replace(PROPERTIES["agreement"], check=lambda case: Checked())
     monkeypatch.setattr(elsewhere, "PROPERTIES", {"own": own_property})
     assert elsewhere.tell_candidates(str(file)) is None

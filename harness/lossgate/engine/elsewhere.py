@@ -9,12 +9,13 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
+from functools import cache, partial
 from types import MappingProxyType, ModuleType
 from typing import Any
 
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import KernelElsewhere, load_candidates
-from lossgate.declaration.modules import load_module
+from lossgate.declaration.modules import StandIn, load_module
 from lossgate.losses import SPECS, find_spec
 from lossgate.properties import PROPERTIES
 from lossgate.specs.spec import Spec
@@ -37,14 +38,24 @@ def tell_candidates(location: str) -> bytes | None:
     return None
 
 
-def stand_in(told: bytes, printed: str) -> ModuleType:
-    """Returns a module that has the candidates that another process told of, and prints what was
-    printed there.
+def stand_in(told: bytes, printed: str) -> StandIn | None:
+    """Returns what stands in for a location whose candidates another process told of. None if they
+    need a class that this process can't import.
+
+    Args:
+        told: what ``tell_candidates`` returned.
+        printed: what the import printed. It is shown when the location is asked for.
     """
+    with suppress(Exception):  # whatever the import of a user's class may raise
+        file, candidates = pickle.loads(told)
+        module = ModuleType("told")
+        vars(module).update({"__file__": file, "told": candidates})
+        return cache(partial(_shown, module, printed))
+    return None
+
+
+def _shown(module: ModuleType, printed: str) -> ModuleType:
     sys.stdout.write(printed)
-    file, candidates = pickle.loads(told)
-    module = ModuleType("told")
-    vars(module).update({"__file__": file, "told": candidates})
     return module
 
 

@@ -9,7 +9,6 @@ this process imports the file itself only if it must.
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
 from pathlib import Path
 
 from lossgate.base.errors import UsageError
@@ -48,7 +47,7 @@ def import_first(location: str, say: Callable[[str], None]) -> StandIn | None:
     try:
         with suppress(UsageError):
             told = child.result()
-            return None if told is None else cache(partial(stand_in, told, child.printed))
+            return None if told is None else stand_in(told, child.printed)
     except ChildDied as died:
         raise UsageError(
             f"{location}: can't be imported: the process that tried {_how(died, location)}; "
