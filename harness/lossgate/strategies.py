@@ -35,9 +35,10 @@ from lossgate.base.errors import UsageError
 from lossgate.base.layout import AXES, MAX_RANKS, Axis, Layout
 from lossgate.base.spelling import nearest
 from lossgate.cases import problem_strategies as drawn
+from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawn_problem import DrawnPack, DrawnProblem
 from lossgate.cases.option_strategies import draw_options, draw_value
-from lossgate.cases.placement import Placement, splits_of
+from lossgate.cases.placement import Placement, is_given, splits_of
 from lossgate.declaration.candidate import Candidate, candidate
 from lossgate.declaration.checks import check_axes, check_spec
 from lossgate.declaration.supports import ANY
@@ -251,7 +252,10 @@ def _problems(draw: DrawFn, able: Candidate, dtype: str, layouts: SearchStrategy
     padding = draw(st.sampled_from(_PADDING))
     order = draw(st.sampled_from(get_args(ReductionOrder))) if layout.ranks > 1 else "rank"
     placement = replace(placement, pad_to_multiple=padding, reduction_order=order)
-    return DrawnProblem(placement.put(problem), able.spec)
+    placed = placement.put(problem)
+    if able.conventions.untrained != "zero" and not is_given(able, BoundProblem(able.spec, placed), placed.partition):
+        reject()
+    return DrawnProblem(placed, able.spec)
 
 
 @st.composite

@@ -52,8 +52,8 @@ _FILTERS_IGNORED = (
 
 
 def _dropped_by_sign_of_sequence(kernel: Kernel) -> Kernel:
-    def wrong(inputs: Any, options: Any, mesh: Any) -> Any:
-        right = kernel(inputs, options, mesh)
+    def by_sequence(inputs: Any, options: Any, mesh: Any) -> Any:
+        right: Any = kernel(inputs, options, mesh)
         if not (options.use_rho_correction and options.rho_mask_tv_divergence):
             return right
         mask, sequence = inputs.mask, inputs.sequence
@@ -66,9 +66,10 @@ def _dropped_by_sign_of_sequence(kernel: Kernel) -> Kernel:
         dropped = beyond & (sums[sequence].sign() * inputs.advantages > 0)
         kept = replace(inputs, advantages=torch.where(dropped, 0.0, inputs.advantages))
         off = replace(options, rho_mask_tv_divergence=False, rho_mask_lower_bound=0.0, rho_mask_upper_bound=0.0)
-        return replace(kernel(kept, off, mesh), metrics=right.metrics)
+        wrong: Any = kernel(kept, off, mesh)
+        return replace(wrong, metrics=right.metrics)
 
-    return wrong
+    return by_sequence
 
 
 _OF_SPECS: Mapping[str, tuple[Bug, ...]] = {

@@ -44,7 +44,7 @@ def test_disagree_and_replay(folder: Path, lossgate: Lossgate) -> None:
     )
     assert done.returncode == 1
     lines = done.stdout.split("DISAGREE  wrong  float32  cp=2\n")[1].splitlines()
-    assert lines[0] == "  cause: loss and the gradient of logits: multiplied by 1.01 in every problem"
+    assert lines[0] == "  cause: loss and the gradient of logits: multiplied by 1.01"
     assert lines[1].startswith("  loss: got ")
     assert lines[1].endswith(", relative difference 0.01")
     assert "rounding explains" not in done.stdout
@@ -230,10 +230,12 @@ def test_profiles_of_pyproject(folder: Path, lossgate: Lossgate) -> None:
         "[tool.lossgate]\nlayouts = ['single']\nrounds = 1\n"
         "[tool.lossgate.profiles.quick]\nexamples = 12\ndtypes = ['float32']\n"
     )
-    done = lossgate("verify", "kernels.py:right", "--profile", "quick")
-    assert done.stdout.startswith("1 cell\n")
-    assert "float32  single:  12 problems" in done.stdout
-    assert "13 problems" in lossgate("verify", "kernels.py:right", "--profile", "quick", "--examples", "13").stdout
+    quick = ("verify", "kernels.py:right", "--profile", "quick")
+    shown = [lossgate(*quick, *flags).stdout for flags in ((), ("--examples", "30"))]
+    assert all(text.startswith("1 cell\n") for text in shown)
+    counts = [re.search(r"float32  single:  (\d+) problems", text) for text in shown]
+    few, more = (int(count[1]) for count in counts if count is not None)
+    assert 12 <= few < 30 <= more  # properties may add some
 
 
 def test_list(folder: Path, lossgate: Lossgate) -> None:
@@ -268,12 +270,12 @@ def test_all_processes_of_a_run_load_torch_once(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_imports_a_file_in_the_process_in_which_cells_run_and_in_its_own(folder: Path) -> None:
-    """The former is a copy of the latter, but has no other process try the file first."""
+def test_a_run_imports_a_file_once(folder: Path) -> None:
+    """The process in which cells run tells what the file declares."""
     with (folder / "kernels.py").open("a") as file:
         file.write("with open('imported', 'a') as file:\n    file.write('once ')\n")
     in_a_process(folder, "verify", "kernels.py:right", "--examples", "1", "--ranks", "1")
-    assert (folder / "imported").read_text() == "once once "
+    assert (folder / "imported").read_text() == "once "
 
 
 DECLARE = f"{KERNELS}\ndeclare = lossgate.candidate"

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernel_bank.as_upstream import AS_UPSTREAM
 from lossgate import Candidate, Layout, UsageError, dense_candidates
 from lossgate.adequacy.deck import deck_of
 from lossgate.cases.case import Case
 from lossgate.cases.large import is_large
-from lossgate.cases.placement import splits_of
+from lossgate.cases.placement import sample_problems, splits_of
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.failure_files import read_failure, write_failure
@@ -22,6 +23,7 @@ from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.reports.reproducer import body, write_script
 from lossgate.reports.reproducer.script import _written, calls_of, outputs_of
+from lossgate.specs.outputs import LOSS
 from lossgate.worlds import SimulatedWorld
 
 KERNEL = """
@@ -151,3 +153,15 @@ def test_what_a_script_can_not_show_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             write_script(replace(found, **change), None, tmp_path / "new.py")
     assert not (tmp_path / "new.py").exists()
+
+
+def test_a_script_weighs_what_ranks_return_as_their_caller_does() -> None:
+    torchtune = AS_UPSTREAM["torchtune_cross_entropy"]
+    world = SimulatedWorld(Layout.parse("dp=2"))
+    problems = sample_problems(torchtune, world.layout, "float32", 40, 0)
+    problem = next(one for one in problems if one.tokens > 20 and one.vocab > 2 and "none" not in one.masks)
+    case = Case(torchtune, problem, world)
+    (loss, *_) = outputs_of(torchtune, problem, ["loss"])
+    assert loss["factors"] != [1.0, 1.0]
+    parts = [ranks[LOSS] for ranks in case.ranks]
+    assert body.show(body.whole_of([part for part in parts if part is not None], loss), loss)

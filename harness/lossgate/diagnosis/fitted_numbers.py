@@ -64,7 +64,7 @@ def _factors(observed: Observed) -> Iterator[Counterfactual]:
         if (divisor := _divisor(factor)) is not None:
             yield mistake(
                 f"outputs divided by {divisor}",
-                f"{{outputs}}: divided by {divisor} in every problem",
+                f"{{outputs}}: divided by {divisor}",
                 outputs=partial(scaled_outputs, partial(fixed, 1 / divisor)),
             )
             continue
@@ -73,7 +73,7 @@ def _factors(observed: Observed) -> Iterator[Counterfactual]:
             if rounded not in (0.0, 1.0, -1.0, 2.0, 0.5):  # the bank has these, or they change nothing
                 yield mistake(
                     f"outputs times {rounded}",
-                    f"{{outputs}}: multiplied by {rounded:g} in every problem",
+                    f"{{outputs}}: multiplied by {rounded:g}",
                     outputs=partial(scaled_outputs, partial(fixed, rounded)),
                 )
 

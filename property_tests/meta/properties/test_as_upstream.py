@@ -15,7 +15,7 @@ from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("layout", ["single", "dp=2"])
 @pytest.mark.parametrize("name", sorted(AS_UPSTREAM, key=lambda name: AS_UPSTREAM[name].spec.name, reverse=True))
 def test_it_agrees_under_its_conventions(name: str, layout: str) -> None:
@@ -47,7 +47,7 @@ BROKEN: dict[str, tuple[str, Conventions, str]] = {
 }
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", BROKEN)
 def test_it_breaks_another_convention(name: str) -> None:
     kernel, conventions, words = BROKEN[name]

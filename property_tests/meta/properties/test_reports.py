@@ -51,6 +51,8 @@ def aborts(inputs, options, mesh):
 """
 
 
+SELECT = "select before computing: torch.where(mask, x, 0.0), because 0 * NaN is NaN"
+DECLARE = "declare conventions=lossgate.Conventions(under_mask='finite'): numbers at masked tokens are finite"
 SMALLEST = "1 token in 1 sequence [1], masks all, vocab 1, layout single, float32, logit_std 1, seed 0"
 Verify = Callable[..., Done]
 
@@ -79,7 +81,7 @@ def test_a_broken_property_is_told_with_what_to_do(verify: Verify, folder: Path,
     assert story(done) == [
         "PROMISE BROKEN  product  float32  single: numbers agree, 1 promise broken: masked-nan",
         "  property masked-nan: loss: 1 of 1 entries are not finite; the reference is finite there",
-        "  to do: select before computing: torch.where(mask, x, 0.0), because 0 * NaN is NaN",
+        f"  to do: {SELECT}; or, if its callers keep to it, {DECLARE}",
         f"  on: {SMALLEST}",
         "  replay: lossgate",
     ]
@@ -89,7 +91,7 @@ def test_a_broken_property_is_told_with_what_to_do(verify: Verify, folder: Path,
     assert again.stdout.splitlines() == [
         "PROMISE BROKEN  product  masked-nan  float32  single",
         "  loss: 1 of 1 entries are not finite; the reference is finite there",
-        "  to do: select before computing: torch.where(mask, x, 0.0), because 0 * NaN is NaN",
+        f"  to do: {SELECT}; or, if its callers keep to it, {DECLARE}",
         f"  on: {SMALLEST}",
         "  it fails exactly as when the file was written",
     ]

@@ -94,14 +94,15 @@ def whole_of(parts: list[Tensor], output: dict[str, Any]) -> Tensor:
     """Puts the parts of all ranks together, in float64.
 
     For each rank and each entry of the whole, ``places`` has the number of the entry of the rank's
-    part; -1 if the rank has none.
+    part; -1 if the rank has none. ``factors`` has the factor of each rank's part.
     """
     if output["combine"] != "sum":
         return getattr(torch, "a" + output["combine"])(torch.stack([part.double() for part in parts]))
     total = torch.zeros(output["want"].numel(), dtype=torch.float64)
-    for part, places in zip(parts, output["places"], strict=True):
+    for part, places, factor in zip(parts, output["places"], output["factors"], strict=True):
         at = torch.tensor(places)
-        total[at >= 0] += part.double().flatten()[at[at >= 0]] * output["factor"]
+        if factor:  # else the caller leaves out the rank's part, which may be NaN
+            total[at >= 0] += part.double().flatten()[at[at >= 0]] * factor
     return total.reshape(output["want"].shape)
 
 

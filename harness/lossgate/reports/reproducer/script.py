@@ -16,6 +16,7 @@ from lossgate.base.layout import AXES
 from lossgate.cases.assemble import assemble
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.oracle import Oracle
+from lossgate.cases.own_counts import Weights, weights_of_calls
 from lossgate.cases.placement import PlacedProblem
 from lossgate.cases.rank_call import RankOutputs, local_inputs, local_upstream
 from lossgate.cases.returned import local_shape
@@ -143,7 +144,14 @@ def outputs_of(candidate: Candidate, problem: Problem, returned: Sequence[str]) 
     gradients = candidate.starts_at.gradients(placed.batch.leaves)
     oracle = Oracle(candidate, placed, given.values())
     named = {**given, **{f"grad of {leaf}": output for leaf, output in gradients.items()}}
-    return [{"name": name, **_output(output, candidate, placed, oracle)} for name, output in named.items()]
+    weights: Weights = {}
+    if candidate.conventions.counts == "own":
+        weights = weights_of_calls(candidate, placed.bound, placed.batch, list(named.values()))
+    one = [1.0] * problem.layout.ranks
+    return [
+        {"name": name, **_output(output, candidate, placed, oracle, weights.get(output, one))}
+        for name, output in named.items()
+    ]
 
 
 def _given(candidate: Candidate, problem: Problem, rank: int) -> dict[str, Any]:
@@ -165,7 +173,9 @@ def _attributes(given: Any) -> dict[str, Any]:
     return {name: getattr(given, name) for name in names}
 
 
-def _output(output: Output, candidate: Candidate, placed: PlacedProblem, oracle: Oracle) -> dict[str, Any]:
+def _output(
+    output: Output, candidate: Candidate, placed: PlacedProblem, oracle: Oracle, weights: Sequence[float]
+) -> dict[str, Any]:
     want, counted = oracle.reference[output], oracle.compared(output)
     unit = torch.finfo(TORCH_DTYPES[placed.problem.dtype] if output.kind == "gradient" else torch.float32).eps
     noise = oracle.deviations[output]
@@ -175,7 +185,7 @@ def _output(output: Output, candidate: Candidate, placed: PlacedProblem, oracle:
     return {
         "want": want,
         "places": places,
-        "factor": factor,
+        "factors": [factor * weight for weight in weights],
         "combine": combine,
         "counted": None if counted is None else counted.tolist(),
         "allowed": _ROOM * _largest(noise) + unit * _largest(want),
