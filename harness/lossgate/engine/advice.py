@@ -5,13 +5,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import ceil, isfinite
 
+from lossgate.base.errors import LossgateError
 from lossgate.base.spelling import in_a_row
 from lossgate.cases.case import Case
+from lossgate.declaration.candidate import Candidate
 from lossgate.diagnosis.coarser_precision import Coarser, in_one_stage, in_several_stages
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell, Tried
 from lossgate.judge.pooled_output import Pooled
 from lossgate.judge.pooling import LARGEST_MDE, sigmas
+from lossgate.properties import Property
 from lossgate.specs.outputs import Output
 from lossgate.worlds.base import World
 
@@ -193,13 +196,19 @@ def _convention_kept(cell: Cell, failure: CaseResult, world: World) -> str:
                 continue
             relaxed = replace(own, **{name: choice})
             candidate = replace(cell.candidate, conventions=relaxed)
-            if cell.property.applies(candidate):
-                again = run_case(Case(candidate, failure.problem, world), cell.property)
-                if not (again.fits and again.agrees):
-                    continue
+            if cell.property.applies(candidate) and not _holds(candidate, cell.property, failure, world):
+                continue
             key = f"{name}={choice!r}"
             return f"declare conventions=lossgate.Conventions({key}): {relaxed.declared[key]}"
     return ""
+
+
+def _holds(candidate: Candidate, held_to: Property, failure: CaseResult, world: World) -> bool:
+    try:
+        again = run_case(Case(candidate, failure.problem, world), held_to)
+    except LossgateError:  # its loss has several counts, or the kernel can't be sent to other processes
+        return False
+    return again.fits and again.agrees
 
 
 def _coarser_that_agrees(cell: Cell, failure: CaseResult, world: World) -> Coarser | None:

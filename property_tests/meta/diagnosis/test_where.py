@@ -129,8 +129,14 @@ def test_a_factor_is_not_taken_for_rounding() -> None:
     assert not any(cause.name.startswith("Precision") for cause in found.causes)
 
 
-@pytest.mark.slow
 def test_a_rare_disagreement_says_that_it_is_rare() -> None:
+    rare = Diagnosis(problems=6, tried=60, where=("only problems with a bias disagree, 6 of 60",))
+    few = "cause: not named, since only 6 of 60 further problems disagree"
+    assert rare.sentences == (few, "where: only problems with a bias disagree, 6 of 60")
+
+
+@pytest.mark.slow
+def test_a_rare_factor_is_named_all_the_same() -> None:
     def wrong_in_one_size(inputs: Any, gradient: Tensor) -> Tensor:
         return gradient * 3 if len(gradient) % 13 == 5 else gradient
 

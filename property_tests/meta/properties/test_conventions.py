@@ -17,6 +17,7 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.placement import PlacedProblem, sample_problems
 from lossgate.dense_candidates import dense_candidate
+from lossgate.engine.advice import remedy_of
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.run_cell import run_cell
@@ -280,3 +281,19 @@ def test_users_draw_no_problem_that_a_convention_rules_out() -> None:
         assert bound.trained.sequence.size
 
     every_rank_trains()
+
+
+def test_advice_takes_no_convention_that_cannot_be_tried(make_world: MakeWorld) -> None:
+    """A loss with two counts can't be weighed by its caller."""
+    dense = dense_candidate(SPECS["clipped_pg"], "logprobs")
+
+    def by_own(inputs: Any, options: Any, mesh: Any) -> Any:
+        return dense.kernel(replace(inputs, valid_tokens=inputs.mask.sum()), options, mesh)
+
+    wrong = replace(dense, kernel=by_own, name="wrong", supports={"positive_example_nll_weight": 0.1})
+    world, held_to = make_world("single"), PROPERTIES["microbatches"]
+    cell = Cell(wrong, Layout(), "float32", held_to)
+    cases = (run_case(Case(wrong, one, world), held_to) for one in sample_problems(wrong, Layout(), "float32", 40, 0))
+    advice = [remedy_of(cell, case, world) for case in cases if case.findings]
+    assert advice
+    assert all("divide by the counts that are given" in words for words in advice)
