@@ -78,3 +78,11 @@ def test_what_small_problems_show_is_small() -> None:
     failure = verified(LARGE_BUGS["seventh sequence dropped"].put_into(make(FUSED))).failure
     assert failure is not None
     assert failure.problem.tokens < 100
+
+
+def test_what_a_large_vocabulary_shows_keeps_its_logits() -> None:
+    """With smaller ones a right product in float32 loses thousands of tiny probabilities."""
+    failure = verified(LARGE_BUGS["labels through float16"].put_into(make(FUSED)), shrink_calls=60).failure
+    assert failure is not None
+    assert (failure.problem.vocab, failure.problem.logit_std) == (LARGE_VOCABULARY.vocab, LARGE_VOCABULARY.logit_std)
+    assert failure.problem.tokens == 3
