@@ -60,8 +60,10 @@ class Outputs:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownFailure:
-    """A known disagreement of a candidate. Its frozen example is judged instead of new problems,
-    and must still disagree.
+    """A known disagreement of a candidate, in the cell of its frozen example.
+
+    The example must still disagree. Then the failure is set aside, if that can be done, and new
+    problems show whether anything else is wrong.
 
     Raises:
         UsageError: if the name is not one line, or the example is no ``Path``.

@@ -135,6 +135,8 @@ class CellRun:
     """The explanation of the disagreement, if there is one."""
     expected: bool = False
     """Whether the cell disagrees in the way that a known failure expects."""
+    beside: str = ""
+    """What lies beside the known failure, in words; "" if that was not judged."""
     remark: str = ""
     """What happened in the run beside the verdict, in words that follow the name of the cell."""
 
@@ -159,6 +161,11 @@ class CellResult:
     @property
     def failure(self) -> CaseResult | None:
         return self.run.failure
+
+    @property
+    def is_of_known_failure(self) -> bool:
+        """Whether nothing was found that is wrong beside the known failure of the candidate."""
+        return self.cell.candidate.known_failure is not None and (self.record.expected or not self.run.beside)
 
     @property
     def verdict(self) -> Verdict:

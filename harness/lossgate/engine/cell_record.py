@@ -110,13 +110,15 @@ class Failure(Struct, frozen=True, kw_only=True):
 
 
 class KnownFailureRecord(Struct, frozen=True, kw_only=True):
-    """The known failure that a candidate declares. Only its frozen example was judged."""
+    """The known failure that a candidate declares."""
 
     name: str
     example: Sha256
     """The digest of the file with the frozen example."""
     expected: bool
-    """Whether the example still disagrees in the same outputs."""
+    """Whether the example still disagrees in the same outputs, and nothing else does."""
+    beside: str = ""
+    """What lies beside it, in words. Empty if only the frozen example was judged."""
 
 
 How = Literal["mended", "same error", "perhaps"]

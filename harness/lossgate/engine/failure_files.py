@@ -67,7 +67,7 @@ class FailureFile:
     """The symptoms in all problems of the cell. The smallest problem may show fewer."""
     causes: Annotated[tuple[_Line, ...], msgspec.Meta(max_length=_LINES)] = ()
     """The cause that verify found and what to do, or else the places where outputs are wrong. They
-    are only shown: no verdict uses them."""
+    are only shown, but for a known failure: the cause says what is set aside."""
     earlier: tuple[Problem, ...] = ()
     """The problems that must run first for the example to disagree."""
     checksum: str = ""

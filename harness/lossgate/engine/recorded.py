@@ -253,4 +253,4 @@ def _known_failure(run: CellRun) -> KnownFailureRecord | None:
     if known is None:
         return None
     digest = sha256(known.example.read_bytes()).hexdigest()
-    return KnownFailureRecord(name=known.name, example=digest, expected=run.expected)
+    return KnownFailureRecord(name=known.name, example=digest, expected=run.expected, beside=run.beside)

@@ -18,8 +18,9 @@ from lossgate.engine.cell_record import Verdict
 from lossgate.engine.diagnose import diagnose
 from lossgate.engine.plan import read_known_failure
 from lossgate.engine.search import Search
+from lossgate.engine.set_aside import SetAside
 from lossgate.engine.settings import Settings
-from lossgate.engine.verdict import Judged, conclude, conclude_known, judge
+from lossgate.engine.verdict import Judged, conclude, conclude_beside, conclude_known, is_expected, judge
 from lossgate.worlds import make_world
 from lossgate.worlds.base import World
 
@@ -51,9 +52,20 @@ def run_cell(cell: Cell, settings: Settings, agrees: Callable[[], object] = bool
 
 def _run_in(world: World, cell: Cell, settings: Settings, start: float, agrees: Callable[[], object]) -> CellResult:
     if known := cell.candidate.known_failure:
-        frozen = read_known_failure(known).examples[0]
-        now = run_case(Case(cell.candidate, frozen.problem, world), cell.property)
-        return conclude_known(cell, known, frozen, now, perf_counter() - start)
+        file = read_known_failure(known)
+        frozen = file.examples[0]
+        case = Case(cell.candidate, frozen.problem, world)
+        now = run_case(case, cell.property)
+        goes_on = cell.property.needs_adequacy and is_expected(frozen, now)
+        aside = SetAside.of(case, now, file.causes) if goes_on else None
+        if aside is None or not aside.explains:
+            explained = aside is None
+            return conclude_known(cell, known, frozen, now, perf_counter() - start, explained=explained)
+        search = Search(cell, world, settings, aside=aside)
+        run, _ = _searched(search, world, settings, start)
+        if run.failure is None:
+            return conclude_known(cell, known, frozen, now, run.seconds, beside=aside.words(run))
+        return conclude_beside(known, run)
     search = Search(cell, world, settings)
     run, verdict = _searched(search, world, settings, start)
     if verdict is Verdict.DISAGREE:

@@ -4,6 +4,7 @@
 Hypothesis does the shrinking: it draws the problem again, and then simpler ones.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
@@ -58,6 +59,9 @@ class Trials:
     """How many problems were tried to make the failing one smaller."""
     surviving: dict[str, OptionMutant] = field(default_factory=dict)
     """The option mutants that no problem has killed."""
+    aside: Callable[[Case, CaseResult], CaseResult] | None = None
+    """Returns the result of a case without the known failure of the candidate; None if it has
+    none."""
     near: dict[str, OptionMutant] = field(default_factory=dict)
     """Option mutants that no problem has killed and that need not be killed, because their choices
     are near each other."""
@@ -161,11 +165,13 @@ class Trials:
             unkilled = {**self.surviving, **self.near}
             likely = [unkilled[name] for name in entry.kills if name in unkilled]
         result = run_case(case, self.cell.property, likely)
+        if self.aside is not None:
+            result = self.aside(case, result)
         if not shrinking:
-            if result.agrees:
+            if result.agrees and result.fits:
                 result = replace(result, said=said_by(case, self.cell.property))
             self.cases.append(result)
-            if not is_large(problem):
+            if not is_large(problem) and result.fits:
                 self._tried.append((bound, result))
             for name in result.killed:
                 mutants = self.near if name in self.near else self.surviving

@@ -2,7 +2,7 @@
 """Decides whether a cell is AGREE, DISAGREE or INCONCLUSIVE, and says why."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lossgate.adequacy.known_mistakes import MistakesShown
 from lossgate.adequacy.option_mutants import OptionMutant
@@ -75,22 +75,56 @@ def conclude(run: CellRun) -> CellResult:
     return CellResult(run=run, record=record_of(run, judged.pooled, judged.verdict, judged.reasons, numbers))
 
 
-def conclude_known(cell: Cell, known: KnownFailure, frozen: FrozenCase, now: CaseResult, seconds: float) -> CellResult:
-    """Returns the result for a known failure. It is expected if the same outputs still disagree."""
-    expected = now.symptoms == frozen.symptoms and not now.agrees
+def is_expected(frozen: FrozenCase, now: CaseResult) -> bool:
+    """Returns whether a frozen example still disagrees, in the same outputs."""
+    return now.symptoms == frozen.symptoms and not now.agrees
+
+
+def conclude_known(
+    cell: Cell,
+    known: KnownFailure,
+    frozen: FrozenCase,
+    now: CaseResult,
+    seconds: float,
+    *,
+    explained: bool = True,
+    beside: str = "",
+) -> CellResult:
+    """Returns the result for a known failure. It is expected if the same outputs still disagree.
+
+    Args:
+        cell: the cell of the frozen example.
+        known: the known failure.
+        frozen: the frozen example, as it was.
+        now: the frozen example, as it is now.
+        seconds: the time that it took.
+        explained: whether the mistake that its file names as the cause still explains it. It is
+            expected only then.
+        beside: what lies beside the failure, in words; "" if that was not judged.
+    """
+    expected = is_expected(frozen, now) and explained
+    changed = f"known failure {known.name} has changed: "
     if now.agrees:
         reasons = (
             f"known failure {known.name} is gone: its frozen example agrees now; remove known_failure and verify again",
         )
     elif expected:
         reasons = now.findings
+    elif not explained:
+        reasons = (f"{changed}the cause in its file explains it no more; freeze it again", *now.findings)
     else:
         was, is_now = " and ".join(frozen.symptoms), " and ".join(now.symptoms)
-        changed = f"known failure {known.name} has changed: it was in {was}, and now is in {is_now}; freeze it again"
-        reasons = (changed, *now.findings)
+        reasons = (f"{changed}it was in {was}, and now is in {is_now}; freeze it again", *now.findings)
     failure = None if now.agrees else now
-    run = CellRun(cell=cell, cases=(now,), failure=failure, seconds=seconds, expected=expected)
+    run = CellRun(cell=cell, cases=(now,), failure=failure, seconds=seconds, expected=expected, beside=beside)
     return CellResult(run=run, record=record_of(run, pooled_outputs([now]), Verdict.DISAGREE, reasons))
+
+
+def conclude_beside(known: KnownFailure, run: CellRun) -> CellResult:
+    """Returns the result if something else is wrong than the known failure, which is set aside."""
+    reasons = (*judge(run).reasons, beside := f"this is beside known failure {known.name}, which was set aside")
+    run = replace(run, beside=beside)
+    return CellResult(run=run, record=record_of(run, pooled_outputs(run.cases), Verdict.DISAGREE, reasons))
 
 
 def pooled_disagreements(pooled: Iterable[Pooled]) -> tuple[str, ...]:
@@ -169,9 +203,9 @@ def _gaps(run: CellRun, pooled: Sequence[Pooled]) -> Iterator[str]:
             "please report this fault of lossgate"
         )
     if cell.property.needs_adequacy:
-        if len(cases) < FEWEST:
-            are = "problem is" if len(cases) == 1 else "problems are"
-            yield f"{len(cases)} {are} too few for AGREE; raise --examples to {FEWEST} at least"
+        if (count := sum(case.fits for case in cases)) < FEWEST:
+            are = "problem is" if count == 1 else "problems are"
+            yield f"{count} {are} too few for AGREE; raise --examples to {FEWEST} at least"
         yield from _hidden_scales(pooled, len(cases))
     covered = frozenset[str]().union(*(case.covered for case in cases))
     for name, goal in cell.required_goals.items():

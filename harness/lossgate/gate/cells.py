@@ -173,7 +173,7 @@ def _changed(summary: CellSummary, rule: KnownFailureRule, example: FrozenExampl
             return f"does not excuse {declared.name}, which the candidate declares"
         if declared.example != example.digest:
             return f"has another frozen example than the candidate: {rule.example} is not the file that was judged"
-        return None if declared.expected else "fails in another way than its frozen example"
+        return None if declared.expected else "is not all that fails, or fails in another way than its frozen example"
     if summary.failure is None:
         return "is of one problem, but this cell disagrees only over all problems pooled"
     if new := [symptom for symptom in summary.symptoms if symptom not in example.symptoms]:

@@ -34,7 +34,7 @@ class FailureFiles:
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._known = examples_of((*event.matrix, *event.cells))
-        elif isinstance(event, CellFinished) and event.result.cell.candidate.known_failure is None:
+        elif isinstance(event, CellFinished) and not event.result.is_of_known_failure:
             try:
                 self._keep(event.result)
                 for file in event.mended:

@@ -262,7 +262,8 @@ def _skipped_lines(skipped: Sequence[CellSkipped]) -> list[str]:
 
 def _line(cell: CellRecord) -> str:
     if cell.expected:  # its statistics are those of a disagreement
-        return f"{heading(cell)}:  as expected  ({cell.seconds:.1f} s)"
+        beside = cell.known_failure.beside if cell.known_failure is not None else ""
+        return f"{heading(cell)}:  as expected{beside and f'; {escape(beside)}'}  ({cell.seconds:.1f} s)"
     vocab = f", V={cell.vocab:,}" if cell.vocab is not None else ""
     tried = f", up to T={cell.tokens:,}{vocab}" if cell.problems else ""
     return (
