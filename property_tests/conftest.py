@@ -12,6 +12,7 @@ import torch
 
 from lossgate import SimulatedRanks
 from lossgate.adequacy.deck import deck_key
+from lossgate.diagnosis.cause import Diagnosis
 from lossgate.worlds import SimulatedWorld
 from property_tests.hypothesis_profiles import load_profile
 
@@ -71,7 +72,7 @@ def no_diagnosis(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     It takes seconds for a cell, and hundreds of mutants disagree here.
     """
     if "diagnosis" not in request.path.parts and request.path.name != _OF_PAGES:
-        monkeypatch.setattr("lossgate.engine.run_cell.diagnose", lambda *given, **more: None)
+        monkeypatch.setattr("lossgate.engine.run_cell.diagnose", lambda *given, **more: Diagnosis())
 
 
 @pytest.fixture(autouse=True)

@@ -122,7 +122,7 @@ def disagreeing(**changes: Any) -> CellRecord:
 def breaking(*names: str, **changes: Any) -> CellRecord:
     """Returns the record of a cell that breaks promises, and whose numbers agree."""
     names = names or ("masked-nan",)
-    finding = "loss: 1 of 1 entries are not finite"
+    finding = "loss: NaN"
     given: dict[str, Any] = {
         "verdict": "DISAGREE",
         "numbers": "AGREE",

@@ -83,7 +83,7 @@ def test_a_replay_shows_the_cause_that_verify_named(failed: Path, lossgate: Loss
     lines = lossgate("replay", str(failure_in(failed))).stdout.splitlines()
     at = lines.index("  to do: multiply by nothing")
     assert lines[at - 1] == f"  verify said of the {kept[0]}"
-    assert lines[at + 1].startswith("  on: ")
+    assert lines[at + 1].startswith("  loss: got ")
     assert lines[-1] == EXACT
 
 

@@ -159,7 +159,7 @@ def a_bad_day() -> Iterator[Event]:
 
 def a_broken_promise() -> Iterator[Event]:
     """Yields the events of a run in which the numbers of a kernel agree, and it breaks promises."""
-    finding, remedy = "loss: 1 of 1 entries are not finite", "select before computing: torch.where(mask, x, 0.0)"
+    finding, remedy = "loss: NaN", "select before computing: torch.where(mask, x, 0.0)"
     masked = PropertyRecord(name="masked-nan", problems=1, findings=(finding,), on="1 token", remedy=remedy)
     frozen = PropertyRecord(name="frozen-inputs", problems=1, findings=("the weight has a gradient",), on="1 token")
     case = CaseResult(problem=PROBLEM, findings=masked.findings, held_to="masked-nan")

@@ -26,7 +26,7 @@ from lossgate.judge.comparison import Comparison
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem, ReductionOrder
 from lossgate.specs.outputs import Output
-from lossgate.worlds.base import RankFailure, World
+from lossgate.worlds.base import RankFailure, RankRaised, World
 
 
 @contextmanager
@@ -162,6 +162,14 @@ class Case:
         if isinstance(self._outcome, RankFailure):
             raise self._outcome
         return self._outcome
+
+    @property
+    def raises(self) -> bool:
+        """Whether a call raises an error on some rank. A call that gives nothing counts as one."""
+        try:
+            return not self.ranks
+        except RankRaised:
+            return True
 
     @cached_property
     def result(self) -> Assembled:

@@ -23,6 +23,9 @@ LEFT_OUT = 0.0
 Weights = Mapping[Output, Sequence[float]]
 """The factor of an output on each rank, by output. Outputs that are not among them have none."""
 
+_OfOwn = tuple[Mapping[str, Tensor], Mapping[Output, Tensor]]
+"""Own counts, and the numbers of the whole batch with them."""
+
 
 def weights_of_calls(
     candidate: Candidate, bound: BoundProblem, batch: GlobalBatch, returned: Collection[Output]
@@ -42,6 +45,7 @@ def weights_of_calls(
         UsageError: if an output depends on several counts, so that no factor makes up for them.
     """
     plain, found = bound.numbers_with({}, returned), dict[Output, list[float]]()
+    of_axes: dict[tuple[Axis, ...], list[_OfOwn]] = {}
     for output in returned:
         number = LOSS if output.kind == "gradient" else output
         read = [name for name in bound.spec.names_of_counts if number in bound.numbers_of(name, returned)]
@@ -53,11 +57,14 @@ def weights_of_calls(
             )
         if not read and number != LOSS:
             continue
-        whole: list[Axis] = [axis for axis, how in candidate.placements(number).items() if how == "replicate"]
-        with_own = _with_own(number, whole, bound, batch, returned)
+        whole = tuple(axis for axis, how in candidate.placements(number).items() if how == "replicate")
+        if whole not in of_axes:
+            of_axes[whole] = _with_own(whole, bound, batch, returned)
+        with_own = of_axes[whole]
         if read:
             found[output] = [
-                _weight(plain[number], own_number, own[read[0]], batch.fields[read[0]]) for own, own_number in with_own
+                _weight(plain[number], numbers[number], own[read[0]], batch.fields[read[0]])
+                for own, numbers in with_own
             ]
         else:  # a loss that is 0 anyway, as of a single id, depends on no count
             found[output] = [1.0 if bool(own["valid_tokens"]) else LEFT_OUT for own, _ in with_own]
@@ -76,26 +83,24 @@ def _weight(plain: Tensor, with_own: Tensor, own: Tensor, given: Tensor) -> floa
 
 
 def _with_own(
-    number: Output, whole: Collection[Axis], bound: BoundProblem, batch: GlobalBatch, returned: Collection[Output]
-) -> list[tuple[Mapping[str, Tensor], Tensor]]:
-    """Returns each rank's own counts, and a number of the whole batch with them.
+    whole: Collection[Axis], bound: BoundProblem, batch: GlobalBatch, returned: Collection[Output]
+) -> list[_OfOwn]:
+    """Returns each rank's own counts, and the numbers of the whole batch with them.
 
     Args:
-        number: the loss, or a metric.
         whole: the axes over which own counts are summed.
         bound: the problem.
         batch: the batch as the ranks hold it.
         returned: the outputs that the kernel returns.
     """
-    layout, of_part = batch.partition.layout, dict[tuple[int, ...], tuple[Mapping[str, Tensor], Tensor]]()
-    found: list[tuple[Mapping[str, Tensor], Tensor]] = []
+    layout, of_part, found = batch.partition.layout, dict[tuple[int, ...], _OfOwn](), list[_OfOwn]()
     for rank in range(layout.ranks):
         at = {axis: [own] for axis, own in layout.coordinate(rank).items()}
         at |= {axis: list(range(layout.sizes[axis])) for axis in whole}
         part = tuple(dp * layout.cp + cp for dp in at["dp"] for cp in at["cp"])
         if part not in of_part:
             own = own_counts(bound.spec, batch, at["dp"], at["cp"])
-            of_part[part] = own, bound.numbers_with(own, returned)[number]
+            of_part[part] = own, bound.numbers_with(own, returned)
         found.append(of_part[part])
     return found
 

@@ -43,6 +43,9 @@ class Diagnosis:
     """The number of problems that were run, if too few of them failed to name a cause; else 0."""
     asked: int = 0
     """The number of known mistakes that were compared."""
+    convention: str = ""
+    """What to declare if callers keep to conventions under which the failing problems agree; "" if
+    there are none."""
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -51,7 +54,12 @@ class Diagnosis:
             part = f", in {self.problems} of {self.failing} failing problems" if self.failing else ""
             cause = f"cause: {self.named}{part}"
             todo = next((cause.todo for cause in self.causes if cause.todo), "")
-            return (cause, f"to do: {todo}") if todo and not self._unsure else (cause,)
+            ways = [todo] if todo and not self._unsure else []
+            if self.convention:
+                ways.append(f"or, if its callers keep to it, {self.convention}" if ways else self.convention)
+            return (cause, f"to do: {'; '.join(ways)}") if ways else (cause,)
+        if self.convention:
+            return (f"cause: {self.named}", f"to do: if its callers keep to it, {self.convention}")
         places = tuple(f"where: {sentence}" for sentence in self.where)
         if self.asked:
             return (f"cause: none of {self.asked} known mistakes explains it", *places)
@@ -69,7 +77,7 @@ class Diagnosis:
     def named(self) -> str:
         """The causes and their limits in words; "" if there is no cause."""
         if not self.causes:
-            return ""
+            return "the kernel follows a convention that it does not declare" if self.convention else ""
         words = self.causes[0].words
         for cause in self.causes[1:]:
             same = ", with the same effect on these problems" if cause.same_as_before else ""

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advice for inconclusive verdicts: how many problems are enough, or what would help instead."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, isfinite
+from typing import Any
 
-from lossgate.base.errors import LossgateError
+from lossgate.base.errors import LossgateError, UsageError
 from lossgate.base.spelling import in_a_row
 from lossgate.cases.case import Case
+from lossgate.cases.placement import is_given
 from lossgate.declaration.candidate import Candidate
 from lossgate.diagnosis.coarser_precision import Coarser, in_one_stage, in_several_stages
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell, Tried
 from lossgate.judge.pooled_output import Pooled
 from lossgate.judge.pooling import LARGEST_MDE, sigmas
+from lossgate.problems.problem import Problem
 from lossgate.properties import Property
 from lossgate.specs.outputs import Output
 from lossgate.worlds.base import World
@@ -196,19 +199,71 @@ def _convention_kept(cell: Cell, failure: CaseResult, world: World) -> str:
                 continue
             relaxed = replace(own, **{name: choice})
             candidate = replace(cell.candidate, conventions=relaxed)
-            if cell.property.applies(candidate) and not _holds(candidate, cell.property, failure, world):
+            if cell.property.applies(candidate) and not _holds(Case(candidate, failure.problem, world), cell.property):
                 continue
             key = f"{name}={choice!r}"
             return f"declare conventions=lossgate.Conventions({key}): {relaxed.declared[key]}"
     return ""
 
 
-def _holds(candidate: Candidate, held_to: Property, failure: CaseResult, world: World) -> bool:
+_OF_COUNTS: Sequence[Mapping[str, Any]] = (
+    {"counts": "own"},
+    {"untrained": "nan"},
+    {"counts": "own", "untrained": "nan"},
+)
+"""Conventions under which other numbers are right, the fewest first."""
+
+
+def convention_of_numbers(cell: Cell, failing: Sequence[Problem], world: World) -> str:
+    """Returns advice to declare the fewest conventions under which failing problems agree, and an
+    ordinary one; "" if they agree under none.
+    """
+    own, group = cell.candidate.conventions, cell.candidate.spec.group_size
+    first = failing[0]
+    ordinary = replace(
+        first,
+        lengths=(5,) * group + (3,) * group,
+        masks=("all",) * 2 * group,
+        vocab=48,  # that splits evenly
+        forced_labels=(),
+        outliers=(),
+    )
+    for choices in _OF_COUNTS:
+        relaxed = replace(own, **choices)
+        if any(getattr(own, name) == choice for name, choice in choices.items()):
+            continue
+        candidate = replace(cell.candidate, conventions=relaxed)
+        if all(_agrees(candidate, cell.property, problem, world) for problem in (*failing, ordinary)):
+            words = "; and ".join(relaxed.declared[f"{name}={choice!r}"] for name, choice in choices.items())
+            given = ", ".join(f"{name}={choice!r}" for name, choice in choices.items())
+            return f"declare conventions=lossgate.Conventions({given}): {words}"
+    return ""
+
+
+def _agrees(candidate: Candidate, held_to: Property, problem: Problem, world: World) -> bool:
+    """Returns whether a candidate agrees on a problem, or gives NaN as it says where nothing is
+    trained.
+    """
     try:
-        again = run_case(Case(candidate, failure.problem, world), held_to)
+        case = Case(candidate, problem, world)
+    except UsageError:  # the ordinary problem is none that the kernel can be given
+        return True
+    again = _tried(case, held_to)
+    if again is None or again.agrees:
+        return again is not None
+    return again.manner == "not finite" and not is_given(candidate, case.bound, problem.partition)
+
+
+def _holds(case: Case, held_to: Property) -> bool:
+    again = _tried(case, held_to)
+    return again is not None and again.fits and again.agrees
+
+
+def _tried(case: Case, held_to: Property) -> CaseResult | None:
+    try:
+        return run_case(case, held_to)
     except LossgateError:  # its loss has several counts, or the kernel can't be sent to other processes
-        return False
-    return again.fits and again.agrees
+        return None
 
 
 def _coarser_that_agrees(cell: Cell, failure: CaseResult, world: World) -> Coarser | None:

@@ -10,7 +10,7 @@ import torch
 from lossgate.base.errors import UsageError
 from lossgate.cases.case import Case
 from lossgate.cases.large import is_large
-from lossgate.engine.advice import with_todo
+from lossgate.engine.advice import convention_of_numbers, with_todo
 from lossgate.engine.case_result import run_case
 from lossgate.engine.catalogue import Catalogue
 from lossgate.engine.cell import Cell, CellResult, CellRun
@@ -114,7 +114,9 @@ def _diagnosed(run: CellRun, world: World, settings: Settings) -> CellRun:
     example = smallest if is_large(first) else first
     if is_large(example):
         return run
-    return replace(run, diagnosis=diagnose(cell, example, world, settings))
+    found = diagnose(cell, example, world, settings)
+    convention = convention_of_numbers(cell, [smallest] if example == smallest else [smallest, example], world)
+    return replace(run, diagnosis=replace(found, convention=convention))
 
 
 def _run_so_far(

@@ -179,7 +179,10 @@ def _larger_in_all(failure: CaseResult, pooled: Iterable[Pooled]) -> Iterator[st
     more = [
         one
         for one in pooled
-        if one.output in shown and not one.scale_agrees and abs(one.scale) > _MUCH_FARTHER * shown[one.output]
+        if one.output in shown
+        and one.problems > 1
+        and not one.scale_agrees
+        and abs(one.scale) > _MUCH_FARTHER * shown[one.output]
     ]
     if more:
         one = max(more, key=lambda one: abs(one.scale))

@@ -195,8 +195,11 @@ class Tolerance:
                 faults = (*faults, f"{wrong} of {result.numel()} entries should be infinite, but are not")
             result = self._zeroed(result)
         if not bool(result.isfinite().all()):
-            count = int((~result.isfinite()).sum())
-            fault = f"{count} of {result.numel()} entries are not finite; the reference is finite there"
+            if result.numel() == 1:
+                fault = f"{'NaN' if result.isnan().all() else 'infinite'}; the reference is finite"
+            else:
+                count = int((~result.isfinite()).sum())
+                fault = f"{count} of {result.numel()} entries are not finite; the reference is finite there"
             return Comparison(output=self._output, faults=(*faults, fault), manner="not finite")
         leaked = result[self._exactly_zero]
         if leaks := int((leaked != 0).sum()):

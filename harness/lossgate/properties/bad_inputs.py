@@ -59,10 +59,7 @@ def _raises_without_tokens(case: Case) -> bool:
     group = case.problem.group_size
     few = replace(case.problem, lengths=(4,) * group, masks=("all",) * group, forced_labels=(), outliers=())
     bound = case.bound.derived("one group", lambda: BoundProblem(case.candidate.spec, few))
-    try:
-        return not in_microbatches(case, split_in_two(few), bound).ranks
-    except RankRaised:
-        return True
+    return in_microbatches(case, split_in_two(few), bound).raises
 
 
 def _takes(case: Case, how: How[bool], batch: GlobalBatch) -> bool:

@@ -12,7 +12,7 @@ from lossgate.cases.case import Case
 from lossgate.cases.untrained import replaced, untrained
 from lossgate.problems.batch import GlobalBatch
 from lossgate.properties.mended import with_zeros
-from lossgate.properties.registry import Checked, property
+from lossgate.properties.registry import Checked, called, property
 from lossgate.properties.would_show import all_of, masked_token_counts, padding_counts
 from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import Output
@@ -61,7 +61,8 @@ def masked_values(case: Case) -> Checked:
 )
 def masked_nan(case: Case) -> Checked:
     """NaN in numbers of masked tokens, such as old log-probabilities, changes nothing."""
-    return _poisoned_where_unused(case, "masked NaN", _with_nan)
+    found = _poisoned_where_unused(case, "masked NaN", _with_nan).comparisons
+    return Checked(comparisons=tuple(called("with NaN at masked tokens", found)))
 
 
 @property(

@@ -21,7 +21,6 @@ from lossgate.properties.mended import with_something_trained
 from lossgate.properties.registry import Checked, OwnMistake, called, property
 from lossgate.specs.outputs import LOSS
 from lossgate.specs.spec import Spec
-from lossgate.worlds.base import RankRaised
 
 
 def _divisions_by_0(candidate: Candidate) -> list[OwnMistake]:
@@ -69,7 +68,7 @@ def nothing_trained(case: Case) -> Checked:
     varied = case.varied("nothing trained", lambda batch: _without(case.candidate.spec, batch))
     untrained = case.candidate.conventions.untrained
     if untrained == "error":
-        return Checked(faults=() if _raises(varied) else ("with nothing trained it raises no error",))
+        return Checked(faults=() if varied.raises else ("with nothing trained it raises no error",))
     if untrained == "nan":
         losses = [float(loss) for outputs in varied.ranks if (loss := outputs.get(LOSS)) is not None]
         other = next((loss for loss in losses if not isnan(loss)), None)
@@ -80,14 +79,6 @@ def nothing_trained(case: Case) -> Checked:
 def _says_what_comes_of_nothing(candidate: Candidate) -> bool:
     untrained = candidate.conventions.untrained
     return untrained in ("zero", "error") or (untrained == "nan" and "loss" in candidate.spec.outputs)
-
-
-def _raises(case: Case) -> bool:
-    """Returns whether a call raises an error on some rank."""
-    try:
-        return not case.ranks
-    except RankRaised:
-        return True
 
 
 def _emptied(case: Case) -> GlobalBatch:

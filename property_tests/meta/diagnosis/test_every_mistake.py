@@ -129,7 +129,6 @@ NOTHING = {
         "vocab_min_logits_min: 0 of ranks without a token": ("nll",),
         "rho_max: 0 of ranks without a token": ("grpo",),
     },
-    "not on these problems, and why is not known": {"rho_drop_high_frac: the max of ranks, whole counts": ("grpo",)},
 }
 """Why mistakes change nothing on the problems that are tried: their names, and the specs."""
 

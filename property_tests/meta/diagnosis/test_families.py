@@ -436,6 +436,9 @@ def test_a_mistake_changes_what_it_says(spec: str, head: str, layout: str, name:
     assert not {str(o) for o in changed(one, settings(spec, head, layout, 10))} & values_alone
 
 
+LEFT_OUT = "leave this factor out; the backward of an all-reduce may bring it in"
+
+
 @pytest.mark.parametrize(
     ("name", "todo"),
     [
@@ -443,10 +446,10 @@ def test_a_mistake_changes_what_it_says(spec: str, head: str, layout: str, name:
         ("outputs times 1 / (the temperature)", "divide by the temperature once, not twice"),
         (
             "loss times cp",
-            'leave this factor out. Or, if the caller takes the mean over cp, declare "avg" for it in Contract',
+            f'{LEFT_OUT}. Or, if the caller takes the mean over cp, declare Contract(loss={{"cp": "avg"}})',
         ),
-        ("gradient of the loss times 1 / (dp * cp)", "leave this factor out"),
-        ("outputs times tp", "leave this factor out"),
+        ("gradient of the loss times 1 / (dp * cp)", LEFT_OUT),
+        ("outputs times tp", LEFT_OUT),
         ("outputs times 2", ""),
     ],
 )

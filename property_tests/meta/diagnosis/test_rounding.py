@@ -99,7 +99,7 @@ def test_factors_that_autocast_rounds_are_named_with_their_format(dtype: str) ->
         (cast_in_the_loop, {}, "the running sum of the gradient of weight", {"accumulate": BF16, "chunk": 64}),
         (softmax, {}, "the sum over the vocabulary", SOFTMAX),
         # Problems of ordinary size agree, and those with some thousand tokens do not.
-        (product_in_a_loop, PRODUCT, "the running sum of the gradient of weight", {"accumulate": BF16, "chunk": 16}),
+        (product_in_a_loop, PRODUCT, "the running sum of the gradient of weight", {"accumulate": BF16, "chunk": 32}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

@@ -54,7 +54,7 @@ def diagnosed(*mistakes: str) -> Diagnosis:
 
 
 MASK = "the mask is ignored, and padding counts too"
-TEMPERATURE = "temperature is taken for 1.0"
+TEMPERATURE = "the kernel computes as if temperature were 1.0"
 COUNT = "in place of valid_tokens the kernel takes valid_tokens + 1"
 HIDDEN = "the gradient of hidden: multiplied by 2"
 WEIGHT = "the gradient of weight: divided by 2"
@@ -90,7 +90,7 @@ def test_what_to_do_is_said_of_both() -> None:
 
 def test_one_mistake_is_not_taken_for_two() -> None:
     found = diagnosed("temperature")
-    assert found.causes[0].words == "temperature is taken for 1.0"
+    assert found.causes[0].words == TEMPERATURE
 
 
 def test_three_mistakes_get_no_name() -> None:

@@ -53,7 +53,7 @@ ONE_WRONG: dict[str, tuple[CellRecord | None, GateCode, GateReason, str]] = {
         breaking(layout="tp=2"),
         GateCode.DISAGREE,
         GateReason.PROMISE_BROKEN,
-        "its numbers agree, but it breaks masked-nan: property masked-nan: loss: 1 of 1 entries are not finite",
+        "its numbers agree, but it breaks masked-nan: property masked-nan: loss: NaN",
     ),
     "it is inconclusive": (
         inconclusive(layout="tp=2"),

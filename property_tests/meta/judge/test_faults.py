@@ -25,7 +25,7 @@ def test_what_is_not_finite_never_agrees(make_world: MakeWorld, dtype: str, outp
         outputs[output] = wrong
 
     comparison = judge_changed(make_problem(dtype), make_world("single"), spoil)[output]
-    assert "not finite; the reference is finite there" in next(explain([comparison]))
+    assert "; the reference is finite" in next(explain([comparison]))
 
 
 def test_log_probabilities_of_masked_tokens_may_be_nan(make_world: MakeWorld) -> None:

@@ -80,7 +80,7 @@ def test_a_broken_property_is_told_with_what_to_do(verify: Verify, folder: Path,
     assert done.returncode == 1
     assert story(done) == [
         "PROMISE BROKEN  product  float32  single: numbers agree, 1 promise broken: masked-nan",
-        "  property masked-nan: loss: 1 of 1 entries are not finite; the reference is finite there",
+        "  property masked-nan: loss, with NaN at masked tokens: NaN; the reference is finite",
         f"  to do: {SELECT}; or, if its callers keep to it, {DECLARE}",
         f"  on: {SMALLEST}",
         "  replay: lossgate",
@@ -90,7 +90,7 @@ def test_a_broken_property_is_told_with_what_to_do(verify: Verify, folder: Path,
     assert again.returncode == 1
     assert again.stdout.splitlines() == [
         "PROMISE BROKEN  product  masked-nan  float32  single",
-        "  loss: 1 of 1 entries are not finite; the reference is finite there",
+        "  loss: NaN; the reference is finite",
         f"  to do: {SELECT}; or, if its callers keep to it, {DECLARE}",
         f"  on: {SMALLEST}",
         "  it fails exactly as when the file was written",

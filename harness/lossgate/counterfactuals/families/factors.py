@@ -62,6 +62,9 @@ def _inverse(number: Number, setting: Setting) -> float:
     return 1 / value if value else 1.0
 
 
+_LEFT_OUT = "leave this factor out; the backward of an all-reduce may bring it in"
+
+
 def in_words(name: str) -> str:
     """Returns the words for a multiplication by a factor, given its name."""
     return f"divided by {name[5:-1]}" if name.startswith("1 / (") else f"multiplied by {name}"
@@ -77,8 +80,9 @@ def _todo(name: str) -> str:
     if not set(factor.split(" * ")) <= set(AXES):
         return ""
     if divides or "tp" in factor:
-        return "leave this factor out"
-    return f'leave this factor out. Or, if the caller takes the mean over {factor}, declare "avg" for it in Contract'
+        return _LEFT_OUT
+    averaged = ", ".join(f'"{axis}": "avg"' for axis in factor.split(" * "))
+    return f"{_LEFT_OUT}. Or, if the caller takes the mean over {factor}, declare Contract(loss={{{averaged}}})"
 
 
 def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:

@@ -50,7 +50,8 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
 def _wrong_numbers(name: str, others: Iterable[str]) -> Iterator[Counterfactual]:
     """Yields the mistakes of a field that holds numbers. Others are fields of the same dims."""
     for what, (words, change) in _CHANGES.items():
-        yield mistake(f"{name} {what}", f"{name} {words}", fields=partial(_changed, name, change))
+        todo = f"use {name} as it is given"
+        yield mistake(f"{name} {what}", f"{name} {words}", todo=todo, fields=partial(_changed, name, change))
     for other in others:
         taken = partial(_other, name, other)
         yield mistake(f"{other} for {name}", f"{other} stands in place of {name}", fields=taken)
@@ -118,15 +119,15 @@ def _cut_without_padding(setting: Setting) -> Fields:
 
 
 _CHANGES: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
-    "ignored": ("is taken for 0", torch.zeros_like),
-    "as 1": ("is taken for 1", torch.ones_like),
+    "ignored": ("counts as 0", torch.zeros_like),
+    "as 1": ("counts as 1", torch.ones_like),
     "negated": ("has the other sign", torch.neg),
     "absolute": ("loses its sign", torch.abs),
     "doubled": ("counts twice", lambda x: 2 * x),
     "halved": ("counts half", lambda x: x / 2),
     "squared": ("is squared", torch.square),
-    "where negative dropped": ("is taken for 0 where it is negative", lambda x: x.clamp(min=0)),
-    "where positive dropped": ("is taken for 0 where it is positive", lambda x: x.clamp(max=0)),
+    "where negative dropped": ("counts as 0 where it is negative", lambda x: x.clamp(min=0)),
+    "where positive dropped": ("counts as 0 where it is positive", lambda x: x.clamp(max=0)),
 }
 """The changes that may be made to a field of numbers, each in words and as a function."""
 _OF_SEQUENCES = (

@@ -57,6 +57,7 @@ def temperatures(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 f"{name} divided by the temperature in place of the logits",
                 f"{name} is divided by the temperature, but the logits are not",
                 tempered,
+                "divide the logits by the temperature, before the softmax",
                 temper=_as_is,
                 values=divided,
             )

@@ -127,7 +127,7 @@ def _attached(traced: Traced) -> Iterator[Counterfactual]:
 
 
 def _otherwise(site: Site, what: str, rewrite: Rewrite) -> Counterfactual:
-    sentence = f"the kernel computes {_code(site)} differently from the reference ({site.operation}: {what})"
+    sentence = f"the reference computes {_code(site)}; the {site.operation} of the kernel differs: {what}"
     return mistake(f"{_name(site)}: {what}", sentence, loss=partial(_loss, site, rewrite))
 
 

@@ -24,7 +24,7 @@ def options(spec: Spec, head: str) -> Iterator[Counterfactual]:
         for other in dict.fromkeys([*option.choices, option.default]):
             plain = mistake(
                 f"{option.name} as {other}",
-                f"{option.name} is taken for {other}",
+                f"the kernel computes as if {option.name} were {other}",
                 partial(_is_other, option, other),
                 f"compute {option.name} as it is given, or leave it out of supports=",
                 options=partial(_chosen, option, other),
