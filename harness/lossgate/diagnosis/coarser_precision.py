@@ -280,7 +280,7 @@ def _rounding(failing: Sequence[Observed], stages: Sequence[Coarser], together: 
         name=" or ".join(map(str, named)),
         words=f"the kernel rounds {', or '.join(what)} to {stages[0].to}, but its declared precision does not say so"
         f"{unsure}",
-        todo=f"compute it in float32. Or, if it is meant, declare for {dtype} {declared}",
+        todo=f"compute {in_a_row(what)} in float32. Or, if it is meant, declare for {dtype} {declared}",
     )
     return Explanation(cause=cause, failing=failing)
 

@@ -54,7 +54,7 @@ def diagnosed(*mistakes: str) -> Diagnosis:
 
 
 MASK = "the mask is ignored, and padding counts too"
-TEMPERATURE = "the kernel computes as if temperature were 1.0"
+TEMPERATURE = "the kernel computes as if temperature were 1.0, its default"
 COUNT = "in place of valid_tokens the kernel takes valid_tokens + 1"
 HIDDEN = "the gradient of hidden: multiplied by 2"
 WEIGHT = "the gradient of weight: divided by 2"

@@ -116,7 +116,8 @@ def test_a_coarser_stage_is_named_with_what_to_declare() -> None:
     found = diagnosed(kernel)
     assert [cause.name for cause in found.causes] == ["Precision(dlogits='bfloat16')"]
     assert found.sentences[-1] == (
-        "to do: compute it in float32. Or, if it is meant, declare for float32 Precision(dlogits='bfloat16')"
+        "to do: compute the gradient of the logits in float32. Or, if it is meant, declare for float32 "
+        "Precision(dlogits='bfloat16')"
     )
 
 

@@ -127,7 +127,8 @@ def _attached(traced: Traced) -> Iterator[Counterfactual]:
 
 
 def _otherwise(site: Site, what: str, rewrite: Rewrite) -> Counterfactual:
-    sentence = f"the reference computes {_code(site)}; the {site.operation} of the kernel differs: {what}"
+    differs = f"in the kernel {what}" if " is " in what else f"the {site.operation} of the kernel differs: {what}"
+    sentence = f"where the reference computes {_code(site)}, {differs}"
     return mistake(f"{_name(site)}: {what}", sentence, loss=partial(_loss, site, rewrite))
 
 

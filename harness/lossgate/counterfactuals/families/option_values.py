@@ -22,9 +22,10 @@ def options(spec: Spec, head: str) -> Iterator[Counterfactual]:
     own = [option for option in spec.options if logits or option.name not in spec.logit_options]
     for option in own:
         for other in dict.fromkeys([*option.choices, option.default]):
+            default = "its default" if other == option.default else f"where the default is {option.default}"
             plain = mistake(
                 f"{option.name} as {other}",
-                f"the kernel computes as if {option.name} were {other}",
+                f"the kernel computes as if {option.name} were {other}, {default}",
                 partial(_is_other, option, other),
                 f"compute {option.name} as it is given, or leave it out of supports=",
                 options=partial(_chosen, option, other),
