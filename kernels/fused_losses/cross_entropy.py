@@ -83,7 +83,7 @@ def linear_cross_entropy(
         tp_group: the ranks among which the vocabulary is split.
         sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
         layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
-        matmul_dtype: dtype of matrix products; that of the inputs by default.
+        matmul_dtype: dtype of matrix products; see ``linear_logprobs``.
         chunk: number of tokens whose logits exist at a time.
 
     Returns:
@@ -163,7 +163,7 @@ class LinearCrossEntropyLoss(nn.Module):
         tp_group: the ranks among which the vocabulary is split.
         sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
         layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
-        matmul_dtype: dtype of matrix products; that of the inputs by default.
+        matmul_dtype: dtype of matrix products; see ``linear_logprobs``.
         chunk: number of tokens whose logits exist at a time.
     """
 

@@ -108,7 +108,8 @@ def linear_logprobs(
         hidden: ``[tokens, hidden]``, or a batch, ``[B, S, hidden]`` or ``[S, B, hidden]`` as
             ``layout`` says, the same on every rank of ``tp_group``. With ``sequence_parallel``:
             this rank's part of the tokens, in rank order, ``[tokens / tp, hidden]``.
-        weight: ``[local_vocab, hidden]``, this rank's rows of the lm-head, in the dtype of hidden.
+        weight: ``[local_vocab, hidden]``, this rank's rows of the lm-head, in the dtype of hidden;
+            under ``torch.autocast`` in any.
         labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids in the whole vocabulary, or
             ``ignore_index``.
         bias: ``[local_vocab]``, or None.
@@ -131,9 +132,9 @@ def linear_logprobs(
         tp_group: the ranks among which the vocabulary is split; None if it is whole here.
         sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
         layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
-        matmul_dtype: dtype of matrix products; that of the inputs by default. float32 for inputs in
-            half precision rounds less. All else is float32 (float64 for float64 inputs), also under
-            ``torch.autocast``.
+        matmul_dtype: dtype of matrix products; by default that of ``torch.autocast``, or else of
+            the inputs. float32 for inputs in half precision rounds less. All else is float32
+            (float64 for float64 inputs).
         chunk: number of tokens whose logits exist at a time; by default an eighth of the hidden
             size, and at least 32.
 

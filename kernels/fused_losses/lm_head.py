@@ -235,7 +235,9 @@ def check_head(
         check_setting("softcap", softcap, above=0, otherwise="or None for no cap")
     if matmul_dtype is not None and matmul_dtype not in _PRODUCTS:
         expected = ", ".join(map(str, _PRODUCTS))
-        raise ValueError(f"matmul_dtype {matmul_dtype!r}: expected {expected}, or None for the dtype of hidden")
+        raise ValueError(
+            f"matmul_dtype {matmul_dtype!r}: expected {expected}, or None for the dtype of autocast or hidden"
+        )
     if chunk is not None:
         check_integer("chunk", chunk, least=1, otherwise="or None to choose one")
     if tp_group is None and is_marked_as_shard(weight):

@@ -18,6 +18,7 @@ from fused_losses.ranks import alone
 Form = tuple[Sequence[int], torch.dtype]
 """The shape and the dtype of a tensor."""
 Function = Callable[..., Sequence[Tensor | None]]
+"""From a ``call``, the arguments that are no tensors, and tensors to tensors."""
 
 
 def operator(
@@ -31,8 +32,7 @@ def operator(
         name: the name of the operator.
         tensors: types and names of the function's arguments, as ``torch.library`` writes them. They
             come after its first one, a ``call`` with arguments of other types.
-        options: the same of what ``call.options`` returns. Its numbers do not make new compilations
-            by themselves.
+        options: the same of what ``call.options`` returns.
         call_of: makes a ``call`` from these options.
         forms: takes the arguments of the function, and returns the forms of its results: None for a
             result that is None. Results are new tensors on the device of the first tensor.

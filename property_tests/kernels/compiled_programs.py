@@ -21,9 +21,12 @@ from fused_losses import (
     vocab_parallel_logprobs,
 )
 
-WIDTH, VOCAB = 4, 10
+WIDTH, VOCAB = 3, 14
 SIZES = (6, 10, 4, 32, 64, 100, 8, 40, 66, 70, 96, 128)
-"""Numbers of tokens: even, for sequence parallelism over two ranks."""
+"""Numbers of tokens: even, for sequence parallelism over two ranks.
+
+The first compilation takes sizes that are equal for the same, so no two of the first batch are.
+"""
 
 
 class Batch(NamedTuple):
@@ -41,68 +44,80 @@ class Batch(NamedTuple):
     @classmethod
     def of(cls, tokens: int) -> "Batch":
         sequences = 4 + 2 * (tokens % 3)  # torch compiles sizes of 0 and 1, such as one pair, on their own
-        mask = torch.arange(tokens) % 3 < 2
+        mask = torch.arange(tokens) % 4 < 3
         other = -torch.arange(1.0, tokens + 1, dtype=torch.float64) / tokens
         samples = torch.ones(sequences, dtype=torch.bool)
         sequence = torch.arange(tokens) * sequences // tokens
-        return cls(torch.arange(tokens) * 7 % VOCAB, mask, sequence, samples, other, int(mask.sum()), sequences)
+        return cls(torch.arange(tokens) * 3 % VOCAB, mask, sequence, samples, other, int(mask.sum()), sequences)
 
     @property
     def packed(self) -> dict[str, Any]:
         return {"mask": self.mask, "sequence": self.sequence, "sample_mask": self.sample_mask}
 
 
-Program = Callable[[Tensor, Tensor, Batch, dict[str, Any]], Tensor]
-"""A loss of hidden states, weight and batch. Its last argument has those that depend on ranks."""
+class Ranks(NamedTuple):
+    """The arguments that depend on ranks."""
+
+    head: dict[str, Any]
+    """Those of kernels that need the vocabulary."""
+    loss: dict[str, Any]
 
 
-def _logprobs(h: Tensor, w: Tensor, b: Batch, k: dict[str, Any], **options: Any) -> Any:
-    return linear_logprobs(h, w, b.labels, chunk=16, **k, **options)
+ALONE = Ranks({}, {})
+Program = Callable[[Tensor, Tensor, Batch, Ranks], Tensor]
+"""A loss of hidden states, weight and batch."""
 
 
-def _filtered(h: Tensor, w: Tensor, b: Batch, k: dict[str, Any]) -> Tensor:
-    found = _logprobs(h, w, b, k, top_k=5, top_p=0.9, unfiltered=True)
+def _logprobs(h: Tensor, w: Tensor, b: Batch, r: Ranks, **options: Any) -> Any:
+    return linear_logprobs(h, w, b.labels, chunk=16, **r.head, **options)
+
+
+def _filtered(h: Tensor, w: Tensor, b: Batch, r: Ranks) -> Tensor:
+    found = _logprobs(h, w, b, r, top_k=5, top_p=0.9, unfiltered=True)
     return torch.where(found.logprobs > -torch.inf, found.logprobs, 0.0).sum() + found.unfiltered_logprobs.sum()
 
 
-def _all_statistics(h: Tensor, w: Tensor, b: Batch, k: dict[str, Any]) -> Tensor:
-    found = _logprobs(h, w, b, k, entropy=True, logit_range=True, softcap=5.0)
+def _all_statistics(h: Tensor, w: Tensor, b: Batch, r: Ranks) -> Tensor:
+    found = _logprobs(h, w, b, r, entropy=True, logit_range=True, softcap=5.0)
     return (found.logprobs * found.max_logits + found.entropy).sum()
 
 
-def _clipped(config: ClippedPGConfig, h: Tensor, w: Tensor, b: Batch, k: dict[str, Any]) -> Tensor:
+def _clipped(config: ClippedPGConfig, h: Tensor, w: Tensor, b: Batch, r: Ranks) -> Tensor:
     policies = ("prev_logprobs", "generation_logprobs", "reference_logprobs", "advantages")
     counts = {"valid_tokens": b.valid_tokens, "valid_sequences": b.valid_sequences}
-    logprobs = _logprobs(h, w, b, k).logprobs
-    return clipped_pg_loss(logprobs, **dict.fromkeys(policies, b.other), **b.packed, **counts, config=config)[0]
+    logprobs = _logprobs(h, w, b, r).logprobs
+    return clipped_pg_loss(logprobs, **dict.fromkeys(policies, b.other), **b.packed, **counts, config=config, **r.loss)[
+        0
+    ]
 
 
-def _grpo(h: Tensor, w: Tensor, b: Batch, k: dict[str, Any]) -> Tensor:
+def _grpo(h: Tensor, w: Tensor, b: Batch, r: Ranks) -> Tensor:
     names = ("advantages", "old_logprobs", "vllm_logprobs", "reference_logprobs")
     return grpo_loss(
-        _logprobs(h, w, b, k).logprobs,
+        _logprobs(h, w, b, r).logprobs,
         **dict.fromkeys(names, b.other),
         mask=b.mask,
         valid_tokens=b.valid_tokens,
         sequence=b.sequence,
         sequences=b.sample_mask.shape[0],
         rho=RhoCorrection(rho_mask_sequence_level=True, rho_mask_upper_bound=2.0),
+        **r.loss,
     )[0]
 
 
 _GSPO = ClippedPGConfig(token_level_loss=False, sequence_level_importance_ratios=True)
 PROGRAMS: dict[str, Program] = {
-    "linear_logprobs": lambda h, w, b, k: linear_logprobs(h, w, b.labels, **k).logprobs.sum(),
+    "linear_logprobs": lambda h, w, b, r: linear_logprobs(h, w, b.labels, **r.head).logprobs.sum(),
     "linear_logprobs, all statistics": _all_statistics,
     "linear_logprobs, filtered": _filtered,
-    "linear_cross_entropy": lambda h, w, b, k: linear_cross_entropy(
-        h, w, b.labels, mask=b.mask, valid_tokens=b.valid_tokens, chunk=16, **k
+    "linear_cross_entropy": lambda h, w, b, r: linear_cross_entropy(
+        h, w, b.labels, mask=b.mask, valid_tokens=b.valid_tokens, chunk=16, **r.head
     ),
-    "vocab_parallel_logprobs": lambda h, w, b, k: vocab_parallel_logprobs(
-        h @ w.T, b.labels, chunk=16, **k
+    "vocab_parallel_logprobs": lambda h, w, b, r: vocab_parallel_logprobs(
+        h @ w.T, b.labels, chunk=16, **r.head
     ).logprobs.sum(),
-    "vocab_parallel_cross_entropy": lambda h, w, b, k: vocab_parallel_cross_entropy(h @ w.T, b.labels, **k),
-    "linear_sft_loss": lambda h, w, b, k: linear_sft_loss(
+    "vocab_parallel_cross_entropy": lambda h, w, b, r: vocab_parallel_cross_entropy(h @ w.T, b.labels, **r.head),
+    "linear_sft_loss": lambda h, w, b, r: linear_sft_loss(
         h,
         w,
         b.labels,
@@ -111,33 +126,31 @@ PROGRAMS: dict[str, Program] = {
         sequence=b.sequence,
         sequences=b.sample_mask.shape[0],
         valid_tokens=b.valid_tokens,
-        **k,
+        **r.head,
+        **r.loss,
     )[0],
-    "dpo_loss": lambda h, w, b, k: dpo_loss(
-        _logprobs(h, w, b, k).logprobs, b.other, **b.packed, valid_sequences=b.valid_sequences
+    "dpo_loss": lambda h, w, b, r: dpo_loss(
+        _logprobs(h, w, b, r).logprobs, b.other, **b.packed, valid_sequences=b.valid_sequences, **r.loss
     )[0],
     "grpo_loss": _grpo,
-    "clipped_pg_loss": lambda h, w, b, k: _clipped(ClippedPGConfig(), h, w, b, k),
-    "clipped_pg_loss, GSPO": lambda h, w, b, k: _clipped(_GSPO, h, w, b, k),
+    "clipped_pg_loss": lambda h, w, b, r: _clipped(ClippedPGConfig(), h, w, b, r),
+    "clipped_pg_loss, GSPO": lambda h, w, b, r: _clipped(_GSPO, h, w, b, r),
 }
 
 
-def compilations(
-    name: str, dynamic: bool | None, ranks: dict[str, Any] | None = None, rows: slice = slice(None), **options: Any
-) -> int:
-    """Compares a compiled program with the same in eager mode, over ``SIZES``.
+def compilations(name: str, dynamic: bool | None, ranks: Ranks = ALONE, rows: slice = slice(VOCAB)) -> int:
+    """Compares a program that is compiled in one graph with the same in eager mode, over ``SIZES``.
 
     Args:
         name: its name.
         dynamic: the argument of ``torch.compile``.
         ranks: the last argument of the program.
         rows: this rank's rows of the weight.
-        **options: more arguments of ``torch.compile``.
 
     Returns:
         How many graphs were compiled.
     """
-    graphs, ranks = 0, ranks or {}
+    graphs, group = 0, ranks.head.get("tp_group")
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         nonlocal graphs
@@ -148,7 +161,7 @@ def compilations(
         return PROGRAMS[name](h, w, b, ranks)
 
     torch.compiler.reset()
-    compiled = torch.compile(program, backend=backend, dynamic=dynamic, **options)
+    compiled = torch.compile(program, backend=backend, dynamic=dynamic, fullgraph=True)
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", ".*should not be instantiated", DeprecationWarning
@@ -156,6 +169,8 @@ def compilations(
         for tokens in SIZES:
             generator = torch.Generator().manual_seed(tokens)
             h, w = (torch.randn(n, WIDTH, generator=generator, dtype=torch.float64) for n in (tokens, VOCAB))
+            if "sequence_parallel" in ranks.head:
+                h = h.chunk(group.size())[group.rank()].clone()
             leaves = h.requires_grad_(), w[rows].clone().requires_grad_()
             losses = [each(*leaves, Batch.of(tokens)) for each in (compiled, program)]
             found, expected = ((loss.detach(), *torch.autograd.grad(loss, leaves)) for loss in losses)

@@ -24,11 +24,11 @@ def test_kernels_compile_in_one_graph_and_at_most_twice_over_all_sizes(name: str
     """The first compilation is for one size, and the second for all others."""
     assert len(set(SIZES)) > torch._dynamo.config.recompile_limit
     for dynamic in (None, True):
-        assert compilations(name, dynamic, fullgraph=True) <= 2
+        assert compilations(name, dynamic) <= 2
 
 
 class _Checked(torch.fx.Interpreter):
-    """Runs a graph, and checks that our operators return what they announce to ``torch.compile``."""
+    """Runs a graph, and checks that our operators return what they have announced."""
 
     operators: ClassVar = set[str]()
 
