@@ -8,7 +8,7 @@ so they can be switched off: see ``unchecked_values``.
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def check_number(
         ValueError: The value is no such number; the message names the argument.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and isfinite(value) and least <= value <= largest and above < value < below:
+    if is_number and least <= value <= largest and above < value < below:  # so it is finite
         return
     bounds = [f"above {above:g}"] * (above > -inf) + [f"from {least:g}"] * (least > -inf)
     bounds += [f"up to {largest:g}"] * (largest < inf) + [f"below {below:g}"] * (below < inf)
@@ -189,7 +189,9 @@ def as_count(name: str, count: Any, like: Tensor) -> Tensor:
         raise ValueError(f"{name} is {count.dtype}: expected a number; pass the number of what a mask counts")
     elif values_are_checked():
         check_number(name, count.item(), least=0)
-    return torch.as_tensor(count, dtype=like.dtype, device=like.device).detach().reshape(())
+    if not isinstance(count, Tensor):  # a sum, since torch.compile makes a constant of as_tensor(count)
+        return torch.zeros((), dtype=like.dtype, device=like.device) + count
+    return count.detach().to(like).reshape(())
 
 
 def as_sample_mask(sample_mask: Any, like: Tensor) -> Tensor:

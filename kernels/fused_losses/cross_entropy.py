@@ -2,7 +2,7 @@
 """Cross-entropy (negative log-likelihood, the loss of SFT) from hidden states or from logits."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,12 @@ from fused_losses.lm_head import (
     check_head,
     chunks_of,
     default_chunk,
+    dtype_of_products,
     padded,
     ranks_of_tokens,
 )
 from fused_losses.numerics import divisor
+from fused_losses.operators import Form, operator
 from fused_losses.passes import check_not_transformed, once_differentiable, without_autocast
 from fused_losses.ranks import alone
 from fused_losses.softmax import TokenSoftmax, add_at_labels_
@@ -81,7 +83,7 @@ def linear_cross_entropy(
         tp_group: the ranks among which the vocabulary is split.
         sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
         layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
-        matmul_dtype: dtype of matrix products; that of the inputs by default.
+        matmul_dtype: dtype of matrix products; see ``linear_logprobs``.
         chunk: number of tokens whose logits exist at a time.
 
     Returns:
@@ -123,14 +125,9 @@ def linear_cross_entropy(
         leaves = (hidden, weight, bias)
         if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
             check_labels(labels, counted, rows)
-            head = LmHead(
-                weight[:rows].detach(),
-                None if bias is None else bias[:rows].detach(),
-                temperature,
-                softcap,
-                matmul_dtype or weight.dtype,
-            )
-            total = _LinearNLL.apply(*leaves, labels, counted, head, chunk or default_chunk(weight))
+            products = dtype_of_products(hidden, weight, matmul_dtype)
+            call = _Call(rows, temperature, softcap, products, chunk or default_chunk(weight))
+            total = _LinearNLL.apply(*leaves, labels, counted, call)
             return _divided(total, counted, valid_tokens, reduction)  # type: ignore[arg-type]
     logprobs = linear_logprobs(
         hidden,
@@ -166,7 +163,7 @@ class LinearCrossEntropyLoss(nn.Module):
         tp_group: the ranks among which the vocabulary is split.
         sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
         layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
-        matmul_dtype: dtype of matrix products; that of the inputs by default.
+        matmul_dtype: dtype of matrix products; see ``linear_logprobs``.
         chunk: number of tokens whose logits exist at a time.
     """
 
@@ -309,6 +306,29 @@ def _divided(total: Tensor, counted: Tensor, valid_tokens: Tensor | float | None
 
 
 @dataclass(frozen=True)
+class _Call:
+    """The arguments of a call that are not tensors."""
+
+    rows: int
+    temperature: float
+    softcap: float | None
+    matmul_dtype: torch.dtype
+    chunk: int
+
+    OPTIONS = "SymInt rows, float temperature, float? softcap, ScalarType matmul_dtype, SymInt chunk"
+    """``options`` for ``operator``."""
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """The fields."""
+        return self.rows, self.temperature, self.softcap, self.matmul_dtype, self.chunk
+
+    def head(self, weight: Tensor, bias: Tensor | None) -> LmHead:
+        bias = None if bias is None else bias[: self.rows]
+        return LmHead(weight[: self.rows], bias, self.temperature, self.softcap, self.matmul_dtype)
+
+
+@dataclass(frozen=True)
 class _LossAndGradients:
     """The loss ``-sum_t counted_t log p(label_t)`` and its gradients.
 
@@ -321,7 +341,7 @@ class _LossAndGradients:
 
     @classmethod
     def of(
-        cls, hidden: Tensor, labels: Tensor, counted: Tensor, head: LmHead, chunk: int, needed: tuple[bool, bool, bool]
+        cls, hidden: Tensor, labels: Tensor, counted: Tensor, head: LmHead, chunk: int, needed: list[bool]
     ) -> "_LossAndGradients":
         """Computes the loss and the gradients chunk by chunk.
 
@@ -359,6 +379,39 @@ class _LossAndGradients:
             self.hidden[tokens] = rounded @ matrix
 
 
+def _forms(
+    call: _Call, hidden: Tensor, weight: Tensor, bias: Any, labels: Any, counted: Any, needs: list[bool]
+) -> list[Form | None]:
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    forms: list[Form] = [
+        (hidden.shape, torch.promote_types(call.matmul_dtype, hidden.dtype)),
+        ((call.rows, weight.shape[1]), dtype),
+        ((call.rows,), dtype),
+    ]
+    return [((), dtype), *(form if needed else None for form, needed in zip(forms, needs, strict=True))]
+
+
+@operator(
+    "linear_cross_entropy",
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor counted, bool[] needs",
+    _Call.OPTIONS,
+    _Call,
+    _forms,
+)
+def _loss_and_gradients(
+    call: _Call,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    counted: Tensor,
+    needs: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """Computes the loss and its gradients for hidden, weight and bias, those that are needed."""
+    found = _LossAndGradients.of(hidden, labels, counted, call.head(weight, bias), call.chunk, needs)
+    return found.total, found.hidden, found.head.weight, found.head.bias
+
+
 class _LinearNLL(torch.autograd.Function):
     """The loss ``-sum_t counted_t log p(label_t)``, whose gradients are computed in forward."""
 
@@ -371,27 +424,24 @@ class _LinearNLL(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         counted: Tensor,
-        head: LmHead,
-        chunk: int,
+        call: _Call,
     ) -> Tensor:
-        computed = _LossAndGradients.of(hidden, labels, counted, head, chunk, ctx.needs_input_grad[:3])
+        inputs = hidden, weight, bias, labels, counted
+        total, *ctx.gradients = _loss_and_gradients(call, *inputs, list(ctx.needs_input_grad[:3]))
         # The gradients are not saved tensors: backward hands them on without a copy.
-        ctx.computed = computed
-        ctx.save_for_backward(hidden, weight, bias, labels, counted)
-        ctx.head, ctx.chunk = head, chunk
-        return computed.total
+        ctx.save_for_backward(*inputs)
+        ctx.call = call
+        return cast("Tensor", total)
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, counted = ctx.saved_tensors
-        head: LmHead = ctx.head
-        computed, ctx.computed = ctx.computed, None
-        if computed is None:  # With retain_graph, the first backward has handed the gradients on.
-            computed = _LossAndGradients.of(hidden, labels, counted, head, ctx.chunk, ctx.needs_input_grad[:3])
+        inputs, call = ctx.saved_tensors, ctx.call
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:  # With retain_graph, the first backward has handed the gradients on.
+            gradients = _loss_and_gradients(call, *inputs, list(ctx.needs_input_grad[:3]))[1:]
         # CUDA would round a 0-dim factor to the dtype of a half-precision gradient first.
-        scale = (upstream / head.temperature).reshape(1)
-        leaves = ((computed.hidden, hidden), (computed.head.weight, weight), (computed.head.bias, bias))
-        gradients = (None if grad is None or like is None else padded(grad.mul_(scale), like) for grad, like in leaves)
-        return (*gradients, None, None, None, None)
+        scale = (upstream / call.temperature).reshape(1)
+        leaves = zip(gradients, inputs[:3], strict=True)
+        return *(None if grad is None else padded(grad.mul_(scale), like) for grad, like in leaves), None, None, None

@@ -18,16 +18,18 @@ from fused_losses.lm_head import (
     check_head,
     chunks_of,
     default_chunk,
+    dtype_of_products,
     gather_tokens,
     padded,
     ranks_of_tokens,
     scatter_tokens,
 )
+from fused_losses.operators import Form, operator
 from fused_losses.passes import check_not_transformed, once_differentiable, without_autocast
 from fused_losses.ranks import alone
 from fused_losses.softmax import TokenLogprobs
 from fused_losses.token_layouts import TokenLayout, flatten_tokens
-from fused_losses.token_stage import Saved, TokenStage, TokenStatistics, Upstream, own_labels
+from fused_losses.token_stage import Saved, TokenStage, Upstream, own_labels
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,20 @@ class _Call:
     matmul_dtype: torch.dtype
     chunk: int
     sequence_parallel: bool
+
+    OPTIONS = f"SymInt rows, float? softcap, ScalarType matmul_dtype, SymInt chunk, bool parallel, {TokenStage.OPTIONS}"
+    """``options`` for ``operator``."""
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """The fields as numbers and texts."""
+        own = self.rows, self.softcap, self.matmul_dtype, self.chunk, self.sequence_parallel
+        return *own, *self.stage.options
+
+    @classmethod
+    def of(cls, *options: Any) -> "_Call":
+        """Makes a call from ``options``."""
+        return cls(TokenStage.of(*options[5:]), *options[:5])
 
     def head(self, weight: Tensor, bias: Tensor | None) -> LmHead:
         return LmHead(
@@ -92,7 +108,8 @@ def linear_logprobs(
         hidden: ``[tokens, hidden]``, or a batch, ``[B, S, hidden]`` or ``[S, B, hidden]`` as
             ``layout`` says, the same on every rank of ``tp_group``. With ``sequence_parallel``:
             this rank's part of the tokens, in rank order, ``[tokens / tp, hidden]``.
-        weight: ``[local_vocab, hidden]``, this rank's rows of the lm-head, in the dtype of hidden.
+        weight: ``[local_vocab, hidden]``, this rank's rows of the lm-head, in the dtype of hidden;
+            under ``torch.autocast`` in any.
         labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids in the whole vocabulary, or
             ``ignore_index``.
         bias: ``[local_vocab]``, or None.
@@ -115,9 +132,9 @@ def linear_logprobs(
         tp_group: the ranks among which the vocabulary is split; None if it is whole here.
         sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
         layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
-        matmul_dtype: dtype of matrix products; that of the inputs by default. float32 for inputs in
-            half precision rounds less. All else is float32 (float64 for float64 inputs), also under
-            ``torch.autocast``.
+        matmul_dtype: dtype of matrix products; by default that of ``torch.autocast``, or else of
+            the inputs. float32 for inputs in half precision rounds less. All else is float32
+            (float64 for float64 inputs).
         chunk: number of tokens whose logits exist at a time; by default an eighth of the hidden
             size, and at least 32.
 
@@ -177,7 +194,7 @@ def linear_logprobs(
         stage,
         rows=weight.shape[0] if vocab_rows is None else vocab_rows,
         softcap=softcap,
-        matmul_dtype=matmul_dtype or weight.dtype,
+        matmul_dtype=dtype_of_products(hidden, weight, matmul_dtype),
         chunk=chunk or default_chunk(weight),
         sequence_parallel=sequence_parallel and not alone(tp_group),
     )
@@ -191,9 +208,9 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call
     ) -> tuple[Tensor, ...]:
-        found = _statistics(call.all_tokens(hidden), labels, call.head(weight, bias), call)
-        outputs = found.outputs(labels, call.stage.temperature)
-        ctx.save_for_backward(hidden, weight, bias, *found.saved(labels))
+        found = _forward(call, hidden, weight, bias, labels)
+        outputs: Any = tuple(found[:5])
+        ctx.save_for_backward(hidden, weight, bias, labels, *found[5:])
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[2:4])
@@ -204,58 +221,95 @@ class _LinearLogprobs(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, *upstream_of: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *kept = ctx.saved_tensors
-        call, saved = ctx.call, Saved(*kept)
-        head, (need_hidden, need_weight, need_bias) = call.head(weight, bias), ctx.needs_input_grad[:3]
-        upstream = Upstream.of(upstream_of, saved, call.stage.temperature, call.matmul_dtype)
-        own = call.all_tokens(hidden)
-        matrix = head.cast(head.weight)
-        gradients = HeadGradients(head, need_weight, need_bias)
-        grad_hidden = torch.zeros(own.shape, dtype=_held(call, head), device=own.device) if need_hidden else None
-
-        def add(tokens: slice) -> None:  # a function, so that no chunk outlives its turn
-            part = upstream.part(tokens)
-            h = torch.where(part.live[:, None], head.cast(own[tokens]), 0.0)
-            z = head.logits(h, matrix)
-            capped = None if head.softcap is None else z.clone()
-            dz = part.dlogits(z, saved.part(tokens))
-            if capped is not None:
-                head.uncap_(dz, capped)
-            rounded = head.cast(dz)
-            gradients.add(dz, h, rounded)
-            if grad_hidden is not None:
-                grad_hidden[tokens] = rounded @ matrix
-
-        for tokens in chunks_of(len(own), call.chunk):
-            add(tokens)
-        # CUDA would round a 0-dim factor to the dtype of a half-precision gradient first.
-        unit = upstream.unit.reshape(1)
-        return (
-            None if grad_hidden is None else _reduced(grad_hidden.mul_(unit), call, hidden.dtype),
-            None if gradients.weight is None else padded(gradients.weight.mul_(unit), weight),
-            None if gradients.bias is None or bias is None else padded(gradients.bias.mul_(unit), bias),
-            None,
-            None,
-        )
+        needs = list(ctx.needs_input_grad[:3])
+        return *_backward(ctx.call, hidden, weight, bias, kept, list(upstream_of), needs), None, None
 
 
-def _statistics(hidden: Tensor, labels: Tensor, head: LmHead, call: _Call) -> TokenStatistics:
-    """Computes the statistics of every token over all ranks' rows."""
+def _forms(call: _Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> list[Form | None]:
+    return call.stage.forms(labels.shape[0], torch.promote_types(weight.dtype, torch.float32))
+
+
+@operator(
+    "linear_logprobs", "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels", _Call.OPTIONS, _Call.of, _forms
+)
+def _forward(
+    call: _Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Computes the outputs, and then what is saved for backward."""
+    head, hidden = call.head(weight, bias), call.all_tokens(hidden)
     matrix = head.cast(head.weight)
-    return call.stage.statistics(
+    found = call.stage.statistics(
         lambda tokens: head.logits(head.cast(hidden[tokens]), matrix),
         labels,
         chunks_of(len(hidden), call.chunk),
         hidden.new_zeros(0, len(matrix), dtype=head.dtype),
     )
+    return *found.outputs(labels, call.stage.temperature), *found.saved()
 
 
-def _held(call: _Call, head: LmHead) -> torch.dtype:
+def _forms_of_gradients(
+    call: _Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: Any, upstream: Any, needs: list[bool]
+) -> list[Form | None]:
+    leaves = zip(needs, (hidden, weight, bias), strict=True)
+    return [(leaf.shape, leaf.dtype) if needed and leaf is not None else None for needed, leaf in leaves]
+
+
+@operator(
+    "linear_logprobs_gradients",
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor?[] kept, Tensor?[] upstream, bool[] needs",
+    _Call.OPTIONS,
+    _Call.of,
+    _forms_of_gradients,
+)
+def _backward(
+    call: _Call,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kept: list[Any],
+    upstream_of: list[Tensor | None],
+    needs: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """Computes the gradients of hidden, weight and bias, those that are needed."""
+    saved, head, (need_hidden, need_weight, need_bias) = Saved(*kept), call.head(weight, bias), needs
+    upstream = Upstream.of(upstream_of, saved, call.stage.temperature, call.matmul_dtype)
+    own = call.all_tokens(hidden)
+    matrix = head.cast(head.weight)
+    gradients = HeadGradients(head, need_weight, need_bias)
+    held = _held(call, hidden, head)
+    grad_hidden = torch.zeros(own.shape, dtype=held, device=own.device) if need_hidden else None
+
+    def add(tokens: slice) -> None:  # a function, so that no chunk outlives its turn
+        part = upstream.part(tokens)
+        h = torch.where(part.live[:, None], head.cast(own[tokens]), 0.0)
+        z = head.logits(h, matrix)
+        capped = None if head.softcap is None else z.clone()
+        dz = part.dlogits(z, saved.part(tokens))
+        if capped is not None:
+            head.uncap_(dz, capped)
+        rounded = head.cast(dz)
+        gradients.add(dz, h, rounded)
+        if grad_hidden is not None:
+            grad_hidden[tokens] = rounded @ matrix
+
+    for tokens in chunks_of(len(own), call.chunk):
+        add(tokens)
+    # CUDA would round a 0-dim factor to the dtype of a half-precision gradient first.
+    unit = upstream.unit.reshape(1)
+    return (
+        None if grad_hidden is None else _reduced(grad_hidden.mul_(unit), call, hidden.dtype),
+        None if gradients.weight is None else padded(gradients.weight.mul_(unit), weight),
+        None if gradients.bias is None or bias is None else padded(gradients.bias.mul_(unit), bias),
+    )
+
+
+def _held(call: _Call, hidden: Tensor, head: LmHead) -> torch.dtype:
     """Returns the dtype that holds the gradient of hidden until it is complete.
 
     With several ranks, their parts are summed in the compute dtype. On one rank nothing is added to
     the results of the matrix products, so their dtype is enough.
     """
-    return head.dtype if not alone(call.stage.group) else torch.promote_types(call.matmul_dtype, head.weight.dtype)
+    return head.dtype if not alone(call.stage.group) else torch.promote_types(call.matmul_dtype, hidden.dtype)
 
 
 def _reduced(grad_hidden: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:

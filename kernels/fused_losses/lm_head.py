@@ -153,6 +153,17 @@ def default_chunk(weight: Tensor) -> int:
     return max(32, weight.shape[1] // 8)
 
 
+def dtype_of_products(hidden: Tensor, weight: Tensor, matmul_dtype: torch.dtype | None) -> torch.dtype:
+    """Returns the caller's dtype of matrix products, or else autocast's, or that of the inputs."""
+    return matmul_dtype or _dtype_of_autocast(hidden, weight) or weight.dtype
+
+
+def _dtype_of_autocast(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
+    """Returns the dtype to which autocast casts the inputs of ``F.linear``; None if to none."""
+    device, cast = hidden.device.type, all(x.is_floating_point() and x.dtype != torch.float64 for x in (hidden, weight))
+    return torch.get_autocast_dtype(device) if cast and torch.is_autocast_enabled(device) else None
+
+
 def gather_tokens(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gathers every rank's ``[tokens / tp, hidden]`` into ``[tokens, hidden]``: one all-gather."""
     whole = hidden.new_empty(len(hidden) * group.size(), hidden.shape[1])
@@ -212,8 +223,11 @@ def check_head(
             f"hidden {list(hidden.shape)} and weight {list(weight.shape)}: expected [tokens, H] and [vocab, H]"
         )
     check_label_dtype(labels)
-    if hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}: expected one dtype; cast one of them")
+    if hidden.dtype != weight.dtype and _dtype_of_autocast(hidden, weight) is None:
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype}: expected one dtype; cast one of them, or enter "
+            "torch.autocast"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {list(bias.shape)}: expected one for each of {weight.shape[0]} rows of weight")
     check_temperature(temperature)
@@ -221,7 +235,9 @@ def check_head(
         check_setting("softcap", softcap, above=0, otherwise="or None for no cap")
     if matmul_dtype is not None and matmul_dtype not in _PRODUCTS:
         expected = ", ".join(map(str, _PRODUCTS))
-        raise ValueError(f"matmul_dtype {matmul_dtype!r}: expected {expected}, or None for the dtype of hidden")
+        raise ValueError(
+            f"matmul_dtype {matmul_dtype!r}: expected {expected}, or None for the dtype of autocast or hidden"
+        )
     if chunk is not None:
         check_integer("chunk", chunk, least=1, otherwise="or None to choose one")
     if tp_group is None and is_marked_as_shard(weight):

@@ -12,8 +12,8 @@ from torch import Tensor
 def without_autocast(pass_: Callable[..., Any]) -> Callable[..., Any]:
     """Disables autocast inside a forward or backward.
 
-    These passes choose their dtypes themselves. Autocast is on in forward but not in backward, so
-    with it the two passes would disagree.
+    These passes choose their dtypes themselves: the caller has asked for that of autocast. Autocast
+    is on in forward but not in backward, so with it the two passes would disagree.
     """
 
     @wraps(pass_)

@@ -142,7 +142,7 @@ def linear_sft_loss(
         cp_group: the ranks over which the tokens of sequences are split.
         sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
         layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
-        matmul_dtype: dtype of matrix products; that of the inputs by default.
+        matmul_dtype: dtype of matrix products; see ``linear_logprobs``.
         chunk: number of tokens whose logits exist at a time.
 
     Returns:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From logits to numbers for each token, and back, for kernels that hold few logits at a time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from fused_losses.arguments import check_flags, check_integer, values_are_checked
 from fused_losses.filtering import LogitFilter
 from fused_losses.numerics import float16_unit
+from fused_losses.operators import Form, group_of, name_of
 from fused_losses.softmax import TokenLogprobs, TokenSoftmax, add_at_labels_
 
 IGNORED = -(2**62)
@@ -39,6 +40,39 @@ class TokenStage:
 
     def __post_init__(self) -> None:
         check_flags(entropy=self.entropy, logit_range=self.logit_range, unfiltered=self.unfiltered)
+
+    OPTIONS = "float temperature, bool entropy, bool range, SymInt? top_k, float top_p, bool unfiltered, str? group"
+    """``options`` for ``operator``."""
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """The fields as numbers and texts."""
+        filtered = self.filter.top_k, self.filter.top_p, self.unfiltered
+        return self.temperature, self.entropy, self.logit_range, *filtered, name_of(self.group)
+
+    @classmethod
+    def of(cls, temperature: float, entropy: bool, logit_range: bool, *filtered: Any) -> "TokenStage":
+        """Makes a stage from ``options``."""
+        top_k, top_p, unfiltered, group = filtered
+        return cls(temperature, entropy, logit_range, LogitFilter(top_k, top_p), unfiltered, group_of(group))
+
+    def forms(self, tokens: int, dtype: torch.dtype) -> list[Form | None]:
+        """Returns the forms of ``TokenStatistics.outputs``, and of all in ``Saved`` but the labels.
+
+        Args:
+            tokens: the number of tokens.
+            dtype: the compute dtype.
+        """
+        filtered = bool(self.filter)
+        whole = filtered and (self.unfiltered or self.logit_range)
+        given: Any = (True, self.entropy, self.logit_range, self.logit_range, whole)
+        kept = (True, self.entropy, whole, filtered)
+        numbers = ((tokens,), dtype)
+        return [
+            *(numbers if there else ((0,), dtype) for there in given),
+            *(numbers if there else None for there in kept),
+            ((tokens,), torch.bool) if filtered else None,
+        ]
 
     def statistics(
         self, logits_of: Callable[[slice], Tensor], labels: Tensor, chunks: Iterable[slice], empty: Tensor
@@ -119,10 +153,9 @@ class TokenStatistics:
         unfiltered = self.softmax.total.new_zeros(0) if self.whole is None else _of_labels(self.whole, labels)
         return _of_labels(self.softmax, labels), self.softmax.entropy, *whole.range(temperature), unfiltered
 
-    def saved(self, labels: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the fields of ``Saved``, in order."""
+    def saved(self) -> tuple[Tensor | None, ...]:
+        """Returns the fields of ``Saved`` after the labels, in order."""
         return (
-            labels,
             self.softmax.logsumexp,
             None if self.softmax.weighted is None else self.softmax.entropy,
             None if self.whole is None else self.whole.logsumexp,
@@ -196,9 +229,7 @@ class Upstream:
     """``[tokens]``; None if log-probabilities without the filter have no gradient."""
 
     @classmethod
-    def of(
-        cls, given: tuple[Tensor | None, ...], saved: Saved, temperature: float, products: torch.dtype
-    ) -> "Upstream":
+    def of(cls, given: Sequence[Tensor | None], saved: Saved, temperature: float, products: torch.dtype) -> "Upstream":
         """Scales the gradients that autograd passes to backward.
 
         Args:

@@ -15,6 +15,7 @@ from fused_losses.arguments import check_integer, check_label_dtype
 from fused_losses.filtering import LogitFilter
 from fused_losses.lm_head import check_split, chunks_of
 from fused_losses.numerics import check_temperature
+from fused_losses.operators import Form, operator
 from fused_losses.passes import check_not_transformed, once_differentiable, without_autocast
 from fused_losses.softmax import TokenLogprobs
 from fused_losses.token_layouts import TokenLayout, flatten_tokens
@@ -31,6 +32,19 @@ class _Call:
     stage: TokenStage
     rows: int
     chunk: int
+
+    OPTIONS = f"SymInt rows, SymInt chunk, {TokenStage.OPTIONS}"
+    """``options`` for ``operator``."""
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """The fields as numbers and texts."""
+        return self.rows, self.chunk, *self.stage.options
+
+    @classmethod
+    def of(cls, rows: int, chunk: int, *stage: Any) -> "_Call":
+        """Makes a call from ``options``."""
+        return cls(TokenStage.of(*stage), rows, chunk)
 
     def logits(self, logits: Tensor, tokens: slice) -> Tensor:
         """Returns logits over temperature without padding: a new tensor in the compute dtype."""
@@ -127,14 +141,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, logits: Tensor, labels: Tensor, call: _Call) -> tuple[Tensor, ...]:
-        found = call.stage.statistics(
-            lambda tokens: call.logits(logits, tokens),
-            labels,
-            chunks_of(len(logits), call.chunk),
-            call.logits(logits, slice(0, 0)),
-        )
-        outputs = found.outputs(labels, call.stage.temperature)
-        ctx.save_for_backward(logits, *found.saved(labels))
+        found = _forward(call, logits, labels)
+        outputs: Any = tuple(found[:5])
+        ctx.save_for_backward(logits, labels, *found[5:])
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[2:4])
@@ -145,9 +154,37 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, *upstream_of: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, *kept = ctx.saved_tensors
-        call, saved = ctx.call, Saved(*kept)
-        upstream = Upstream.of(upstream_of, saved, call.stage.temperature, saved.logsumexp.dtype)
-        grad = torch.zeros_like(logits)
-        for tokens in chunks_of(len(logits), call.chunk):
-            grad[tokens, : call.rows] = upstream.part(tokens).dlogits(call.logits(logits, tokens), saved.part(tokens))
-        return grad, None, None
+        return *_backward(ctx.call, logits, kept, list(upstream_of)), None, None
+
+
+def _forms(call: _Call, logits: Tensor, labels: Tensor) -> list[Form | None]:
+    return call.stage.forms(labels.shape[0], torch.promote_types(logits.dtype, torch.float32))
+
+
+@operator("vocab_parallel_logprobs", "Tensor logits, Tensor labels", _Call.OPTIONS, _Call.of, _forms)
+def _forward(call: _Call, logits: Tensor, labels: Tensor) -> tuple[Tensor | None, ...]:
+    """Computes the outputs, and then what is saved for backward."""
+    found = call.stage.statistics(
+        lambda tokens: call.logits(logits, tokens),
+        labels,
+        chunks_of(len(logits), call.chunk),
+        call.logits(logits, slice(0, 0)),
+    )
+    return *found.outputs(labels, call.stage.temperature), *found.saved()
+
+
+@operator(
+    "vocab_parallel_logprobs_gradient",
+    "Tensor logits, Tensor?[] kept, Tensor?[] upstream",
+    _Call.OPTIONS,
+    _Call.of,
+    lambda _, logits, *__: [(logits.shape, logits.dtype)],
+)
+def _backward(call: _Call, logits: Tensor, kept: list[Any], upstream_of: list[Tensor | None]) -> tuple[Tensor]:
+    """Computes the gradient of the logits."""
+    saved = Saved(*kept)
+    upstream = Upstream.of(upstream_of, saved, call.stage.temperature, saved.logsumexp.dtype)
+    grad = torch.zeros_like(logits)
+    for tokens in chunks_of(len(logits), call.chunk):
+        grad[tokens, : call.rows] = upstream.part(tokens).dlogits(call.logits(logits, tokens), saved.part(tokens))
+    return (grad,)

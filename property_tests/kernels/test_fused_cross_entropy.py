@@ -110,15 +110,69 @@ def test_bfloat16_weight_gradients_do_not_suffer_from_small_chunks(
     assert max(errors) < 1.02 * min(errors)
 
 
-@pytest.mark.parametrize("kernel", [linear_cross_entropy, lambda h, w, y: -linear_logprobs(h, w, y).logprobs.mean()])
-def test_autocast_changes_nothing(kernel: Callable[..., Tensor]) -> None:
-    hidden, weight, _, labels = example(64, 8, 96, torch.float32)
-    results = []
-    for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            loss = kernel(hidden.requires_grad_(), weight.requires_grad_(), labels)
-        results.append([loss.detach(), *torch.autograd.grad(loss, (hidden, weight))])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+Loss = Callable[..., Tensor]
+_LINEAR: dict[str, Loss] = {
+    "linear_cross_entropy": linear_cross_entropy,
+    "linear_logprobs": lambda h, w, y, **k: -linear_logprobs(h, w, y, **k).logprobs.mean(),
+}
+
+
+def _loss_and_gradients(
+    loss_of: Loss, hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype | None = None, **options: Any
+) -> list[Tensor]:
+    """Computes them with the forward under autocast to a dtype, and backward outside of it."""
+    leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        loss = loss_of(*leaves, labels, **options)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("name", _LINEAR)
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of_hidden", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
+def test_autocast_is_that_of_linear(
+    name: str, cast: torch.dtype, of_hidden: torch.dtype, of_weight: torch.dtype
+) -> None:
+    """The products have the factors of F.linear's, and gradients the dtypes of the inputs."""
+    hidden, weight, _, labels = example(24, 8, 96)
+    given = hidden.to(of_hidden), weight.to(of_weight), labels
+    found, of_linear, exact = (
+        _loss_and_gradients(_LINEAR[name], *given, dtype=cast),
+        _loss_and_gradients(lambda h, w, y: F.cross_entropy(F.linear(h, w).float(), y), *given, dtype=cast),
+        _loss_and_gradients(lambda h, w, y: F.cross_entropy(h @ w.T, y), given[0].double(), given[1].double(), labels),
+    )
+    assert [x.dtype for x in found] == [torch.float32, of_hidden, of_weight] == [x.dtype for x in of_linear]
+    torch.testing.assert_close(found[0], of_linear[0])
+    for ours, right in zip(found, exact, strict=True):
+        # The factors of a product and its result are each rounded by at most eps / 2 of them.
+        assert (ours - right).norm() <= 2 * torch.finfo(cast).eps * right.norm()
+
+
+@pytest.mark.parametrize("name", _LINEAR)
+def test_a_matmul_dtype_and_float64_are_stronger_than_autocast(name: str) -> None:
+    loss_of, (hidden, weight, _, labels) = _LINEAR[name], example(24, 8, 96)
+    float32 = hidden.float(), weight.float(), labels
+    for given, options in ((float32, {"matmul_dtype": torch.float32}), ((hidden, weight, labels), {})):
+        expected = _loss_and_gradients(loss_of, *given, **options)
+        found = _loss_and_gradients(loss_of, *given, dtype=torch.bfloat16, **options)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(ValueError, match=r"expected one dtype; cast one of them, or enter torch\.autocast"):
+        loss_of(hidden.bfloat16(), weight.float(), labels)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="expected one dtype"):
+        loss_of(hidden, weight.float(), labels)
+
+
+def test_autocast_does_not_change_what_is_computed_from_logits() -> None:
+    hidden, weight, _, labels = example(24, 8, 96, torch.float32)
+    logits = hidden @ weight.T
+    found, expected = (
+        _loss_and_gradients(
+            lambda z, w, y: vocab_parallel_cross_entropy(z, y) + 0 * w.sum(), logits, weight, labels, dtype=dtype
+        )
+        for dtype in (torch.bfloat16, None)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_logits_of_minus_infinity_do_not_contribute(make_world: MakeWorld) -> None:

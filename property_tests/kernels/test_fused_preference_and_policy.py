@@ -7,6 +7,7 @@ defects in docs/reference/losses.md.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from fused_losses import (
     linear_logprobs,
 )
 from property_tests.kernels.loss_inputs import GSPO, TRUNCATED, experience, pack, rollout
+from property_tests.kernels.losses_with_metrics import LOSSES, Batch
 from property_tests.kernels.our_candidates import OURS
 
 test_dpo_agrees = pytest.mark.slow(but=1)(
@@ -320,3 +322,12 @@ def test_bad_arguments_of_the_clipped_policy_gradient_raise_errors_that_name_the
 ) -> None:
     with pytest.raises(ValueError, match=message):
         clipped_pg_loss(**{**experience(), **changes})
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if not name.startswith("linear")])
+def test_autocast_does_not_change_losses(name: str) -> None:
+    whole = Batch.whole()
+    batch = replace(whole, numbers=whole.numbers.float())
+    expected = LOSSES[name](batch, None).floats()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert LOSSES[name](batch, None).floats() == expected
