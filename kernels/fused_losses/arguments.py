@@ -24,11 +24,11 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16)
 def unchecked_values() -> Generator[None]:
     """Switches off, inside a ``with``, the checks that read the values of tensors.
 
-    These checks find a label outside of the vocabulary, a mask with other numbers than 0 and 1, a
-    token in a sequence that does not exist, a negative count and a negative weight. Each check
-    waits for the device once. So check the first steps of a run, and put the later steps inside the
-    ``with``. Checks of shapes, dtypes and numbers stay on. Code that ``torch.compile`` compiles is
-    never checked.
+    These checks find a label outside of the vocabulary, a token that counts but has no label, a
+    mask with other numbers than 0 and 1, a token in a sequence that does not exist, a count below
+    what is in the call, and a negative weight. Each check waits for the device once. So check the
+    first steps of a run, and put the later steps inside the ``with``. Checks of shapes, dtypes and
+    numbers stay on. Code that ``torch.compile`` compiles is never checked.
     """
     before = _checked.set(False)
     try:
@@ -169,27 +169,59 @@ def _shown(x: Any) -> str:
     return str(list(x.shape)) if isinstance(x, Tensor) else repr(x)
 
 
-def as_count(name: str, count: Any, like: Tensor) -> Tensor:
-    """Converts a count of the whole batch to a scalar.
+def as_counts(counts: Mapping[str, tuple[Any, Tensor | None]], like: Tensor) -> list[Tensor]:
+    """Converts counts of the whole batch to scalars.
 
     Args:
-        name: the name of the argument.
-        count: a number from 0, or a tensor with one such number, on any device.
-        like: a tensor with the dtype and the device of the result.
+        counts: by the name of the argument: a number from 0, or a tensor with one such number, on
+            any device; and a scalar, how much of what it counts is in this call, or None.
+        like: a tensor with the dtype and the device of the results.
 
     Raises:
-        ValueError: The count is no such number. The number in a tensor is not checked inside of
-            ``unchecked_values``.
+        ValueError: A count is no such number, or is below what is in this call. Numbers in tensors
+            are not read inside of ``unchecked_values``. Reading them waits for the device once for
+            each count in a tensor, and once for all that is in this call.
     """
+    for name, (count, _) in counts.items():
+        _check_kind_of_count(name, count)
+    if values_are_checked():
+        given = {name: count.item() if isinstance(count, Tensor) else count for name, (count, _) in counts.items()}
+        for name, number in given.items():
+            check_number(name, number, least=0)
+        owns = {name: own for name, (_, own) in counts.items() if own is not None}
+        for name, own in zip(owns, torch.stack([*owns.values()]).tolist() if owns else (), strict=True):
+            _check_covers(name, given[name], own)
+    return [torch.as_tensor(x, dtype=like.dtype, device=like.device).detach().reshape(()) for x, _ in counts.values()]
+
+
+def as_count(name: str, count: Any, like: Tensor, own: Tensor | None) -> Tensor:
+    """Converts one count, as ``as_counts`` does."""
+    return as_counts({name: (count, own)}, like)[0]
+
+
+def _check_kind_of_count(name: str, count: Any) -> None:
     if not isinstance(count, Tensor):
         check_number(name, count, least=0, otherwise="or a tensor with one such number")
     elif count.numel() != 1:
         raise ValueError(f"{name} {_shown(count)}: expected a number, or a tensor with one; add up counts of parts")
     elif count.dtype == torch.bool or count.is_complex():
         raise ValueError(f"{name} is {count.dtype}: expected a number; pass the number of what a mask counts")
-    elif values_are_checked():
-        check_number(name, count.item(), least=0)
-    return torch.as_tensor(count, dtype=like.dtype, device=like.device).detach().reshape(())
+    elif count.dtype in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{name} is {count.dtype}, which rounds counts: expected integers, float32 or float64; "
+            "pass mask.sum(dtype=torch.int64)"
+        )
+
+
+def _check_covers(name: str, count: float, own: int) -> None:
+    if count >= own * (1 - 1e-6):  # A mean over ranks times their number, in float32, may lack a little.
+        return
+    what, pairs = ("sequences", ", two for each pair") if "sequences" in name else ("tokens", "")
+    raise ValueError(
+        f"{name} {count:g}: expected at least {own}, the {what} that count in this call; pass the number of the whole "
+        f"batch{pairs}, added up over microbatches and data- and context-parallel ranks; to divide by another number, "
+        "multiply the loss"
+    )
 
 
 def as_sample_mask(sample_mask: Any, like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_losses.arguments import as_count, as_mask, as_sample_mask, as_sequence, check_device, check_tokens
+from fused_losses.arguments import as_counts, as_mask, as_sample_mask, as_sequence, check_device, check_tokens
 from fused_losses.clipped_pg_config import ClippedPGConfig
 from fused_losses.metrics import Metrics
 from fused_losses.numerics import bounded_exp, divisor
@@ -91,7 +91,6 @@ def clipped_pg_loss(
     sequence = as_sequence(sequence, mask, len(sample_mask))
     _check_rewards(rewards, sample_mask)
     o, c = config, logprobs
-    positive = None if positive_tokens is None else as_count("positive_tokens", positive_tokens, c)
     prev_logprobs, generation_logprobs, advantages = (
         x.to(c.dtype) for x in (prev_logprobs, generation_logprobs, advantages)
     )
@@ -105,16 +104,25 @@ def clipped_pg_loss(
     log_weight = (_at(scored, p) - _at(scored, generation_logprobs)).detach()
     per_token = torch.stack([log_ratio, log_weight, *(where.to(c.dtype) for where in (acting, scored, penalised))])
     sums = c.new_zeros(5, len(sample_mask)).index_add(1, sequence, per_token)
+    sums = sum_over_for_parts(cp_group, sums) if o.of_sequences else sums
+    counts: dict[str, tuple[Any, Tensor | None]] = {
+        "valid_tokens": (valid_tokens, counted.sum()),
+        "valid_sequences": (valid_sequences, (sums[4] > 0).sum()),
+    }
+    if positive_tokens is not None:
+        own = None if rewards is None or not o.counts_positive else (counted & (rewards > 0)[sequence]).sum()
+        counts["positive_tokens"] = positive_tokens, own
+    of_tokens, of_sequences, *of_positive = as_counts(counts, c)
     tokens = _Tokens(
         log_ratio=log_ratio,
         log_weight=log_weight,
         acting=acting,
         scored=scored,
         penalised=penalised,
-        sums=sum_over_for_parts(cp_group, sums) if o.of_sequences else sums,
+        sums=sums,
         sequence=sequence,
         sample_mask=sample_mask,
-        counts=(as_count("valid_tokens", valid_tokens, c), as_count("valid_sequences", valid_sequences, c)),
+        counts=(of_tokens, of_sequences),
         epsilon=o.epsilon,
         group=cp_group,
     )
@@ -130,7 +138,7 @@ def clipped_pg_loss(
         kl = tokens.reduced(estimates, tokens.penalised, o.token_level_loss)
         loss = loss + o.reference_policy_kl_penalty * kl
     if o.positive_example_nll_weight and rewards is not None:
-        positive = None if o.positive_nll_normaliser == "local" else positive
+        positive = of_positive[0] if o.counts_positive else None
         nll = _positive_nll(_at(acting, c), rewards > 0, tokens, positive)
         loss = loss + o.positive_example_nll_weight * nll
     metrics = {
@@ -341,7 +349,7 @@ def _check(o: Any, reference: Tensor | None, rewards: Tensor | None, positive_to
             f"{o.reference_policy_kl_penalty}; or set that to 0"
         )
     needed: dict[str, Any] = {"rewards": rewards}
-    if o.positive_nll_normaliser == "global":
+    if o.counts_positive:
         needed["positive_tokens"] = positive_tokens
     missing = [name for name, x in needed.items() if x is None]
     if o.positive_example_nll_weight and missing:

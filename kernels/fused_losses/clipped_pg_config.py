@@ -102,6 +102,11 @@ class ClippedPGConfig:
         )
 
     @property
+    def counts_positive(self) -> bool:
+        """Whether the loss is divided by a count of the tokens of positive examples."""
+        return self.positive_example_nll_weight != 0 and self.positive_nll_normaliser == "global"
+
+    @property
     def has_kl(self) -> bool:
         """Whether the loss has a KL penalty."""
         return self.reference_policy_kl_penalty != 0 and not self.use_kl_in_reward

@@ -304,8 +304,10 @@ def _counted(
 def _divided(total: Tensor, counted: Tensor, valid_tokens: Tensor | float | None, reduction: str) -> Tensor:
     if reduction == "sum":
         return total
-    own = counted.sum().to(total.dtype)
-    return total / divisor(own if valid_tokens is None else as_count("valid_tokens", valid_tokens, total))
+    own = counted.sum()
+    return total / divisor(
+        own.to(total.dtype) if valid_tokens is None else as_count("valid_tokens", valid_tokens, total, own)
+    )
 
 
 @dataclass(frozen=True)

@@ -100,13 +100,14 @@ def dpo_loss(
     check_tokens({"logprobs": logprobs, "reference_logprobs": reference_logprobs, "sequence": sequence})
     mask, sample_mask = as_mask("mask", mask, logprobs), _as_masks_of_pairs(sample_mask, logprobs)
     sequence = as_sequence(sequence, mask, len(sample_mask))
-    pairs = divisor(as_count("valid_sequences", valid_sequences, logprobs) / 2, epsilon)
     gate = sample_mask[0::2]
     live = mask & gate.repeat_interleave(2)[sequence]
     policy = torch.where(live, logprobs, 0.0)
     ratio = policy - torch.where(live, reference_logprobs.to(logprobs.dtype), 0.0)
     per_token = torch.stack([ratio, policy, live.to(logprobs.dtype)])
     sums = sum_over(cp_group, logprobs.new_zeros(3, len(sample_mask)).index_add(1, sequence, per_token))
+    own = (sample_mask & (sums[2] > 0)).sum()
+    pairs = divisor(as_count("valid_sequences", valid_sequences, logprobs, own) / 2, epsilon)
     rewards, of_policy, tokens = sums[0], sums[1], sums[2].detach().clamp(min=1)
     if preference_average_log_probs:
         rewards = rewards / tokens

@@ -103,7 +103,8 @@ def grpo_loss(
     policies = {"old_logprobs": old_logprobs, "reference_logprobs": reference_logprobs, "vllm_logprobs": vllm_logprobs}
     optional = {**policies, "unfiltered_logprobs": unfiltered_logprobs, "sequence": sequence}
     check_tokens({"logprobs": logprobs, "advantages": advantages}, optional)
-    mask, count = as_mask("mask", mask, logprobs), divisor(as_count("valid_tokens", valid_tokens, logprobs))
+    mask = as_mask("mask", mask, logprobs)
+    count = divisor(as_count("valid_tokens", valid_tokens, logprobs, mask.sum()))
     select = _Select(mask, logprobs.dtype)
     old = logprobs.detach() if old_logprobs is None else old_logprobs
     acts = _Select(mask & (logprobs != -torch.inf) & (old != -torch.inf), logprobs.dtype)
@@ -142,7 +143,7 @@ def grpo_loss(
         "ratio_mean": mean(detached),
         "ratio_square_mean": mean(detached.square()),
     }
-    metrics |= weights.metrics(mask, count)
+    metrics |= weights.means(mask, count)
     minima, maxima = ([name] if name in metrics else [] for name in ("rho_min", "rho_max"))
     return loss, Metrics(metrics, minima=minima, maxima=maxima)
 

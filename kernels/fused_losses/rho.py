@@ -123,7 +123,12 @@ class RhoWeights(NamedTuple):
         """
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         mask = as_mask("mask", mask, self.weight, of="the weights")
-        count = divisor(as_count("valid_tokens", valid_tokens, self.weight.new_empty(0, dtype=dtype)))
+        like = self.weight.new_empty(0, dtype=dtype)
+        return self.means(mask, divisor(as_count("valid_tokens", valid_tokens, like, mask.sum())))
+
+    def means(self, mask: Tensor, count: Tensor) -> dict[str, Tensor]:
+        """Computes ``metrics`` from a bool mask and a divisor, which are not checked."""
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
         averaged = {
             "rho_mean": self.rho,
             "rho_weight": self.weight,

@@ -187,5 +187,5 @@ def linear_sft_loss(
     )
     loss = -torch.where(mask, tokens.logprobs, 0.0).sum()
     if reduction == "mean":
-        loss = loss / divisor(as_count("valid_tokens", valid_tokens, loss), epsilon)
+        loss = loss / divisor(as_count("valid_tokens", valid_tokens, loss, mask.sum()), epsilon)
     return loss, statistics

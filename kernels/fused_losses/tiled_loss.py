@@ -104,7 +104,8 @@ def tiled_grpo_loss(
     mask = as_mask("mask", mask, labels, "labels")
     options = _flattened({**options, "mask": mask}, labels, layout)
     hidden, labels, _ = flatten_tokens(hidden, labels, layout)
-    options["valid_tokens"] = as_count("valid_tokens", valid_tokens, labels.new_empty(0, dtype=torch.float64))
+    like = labels.new_empty(0, dtype=torch.float64)
+    options["valid_tokens"] = as_count("valid_tokens", valid_tokens, like, options["mask"].sum())
     given_head: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "tiles": tiles}
     given_head["unfiltered"] = top_k is not None or top_p != 1
     rho = options.get("rho")

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fused_losses import (
     ClippedPGConfig,
@@ -23,8 +23,12 @@ from fused_losses import (
     clipped_pg_loss,
     dpo_loss,
     grpo_loss,
+    linear_cross_entropy,
+    linear_sft_loss,
     rho_weights,
+    tiled_grpo_loss,
     unchecked_values,
+    vocab_parallel_cross_entropy,
 )
 from lossgate.losses.clipped_pg import ClippedPgLossOptions
 from lossgate.losses.dpo import DpoOptions
@@ -177,8 +181,9 @@ COUNTS = [
         (torch.tensor(nan), "nan: expected a finite number from 0"),
         (torch.tensor([4, 5]), r"\[2\]: expected a number, or a tensor with one"),
         (torch.tensor(True), "is torch.bool: expected a number"),
+        (torch.tensor(12.0).bfloat16(), "is torch.bfloat16, which rounds counts: expected integers, float32"),
     ],
-    ids=["negative", "nan", "two", "bool"],
+    ids=["negative", "nan", "two", "bool", "bfloat16"],
 )
 def test_bad_counts_in_tensors_are_refused(name: str, argument: str, count: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{argument} {message}"):
@@ -188,14 +193,103 @@ def test_bad_counts_in_tensors_are_refused(name: str, argument: str, count: Tens
 @pytest.mark.parametrize(("name", "argument"), COUNTS)
 def test_a_count_may_be_a_tensor_with_one_number(name: str, argument: str) -> None:
     call = CALLS[name][0]
-    expected = call(**{argument: 4})
-    for count in (4.0, torch.tensor(4), torch.tensor([4]), torch.tensor([[4.0]])):
+    expected = call(**{argument: 12})
+    for count in (12.0, torch.tensor(12), torch.tensor([12]), torch.tensor([[12.0]])):
         assert_same(call(**{argument: count}), expected)
 
 
 def test_counts_in_tensors_are_not_read_where_values_are_unchecked() -> None:
     with unchecked_values():
         dpo(valid_sequences=torch.tensor(-3))
+
+
+# Counts below those of the call
+
+
+def linear_ce(mask: Tensor, **changes: Any) -> Any:
+    hidden, weight, labels = _of_head()
+    return linear_cross_entropy(hidden, weight, labels, **{"mask": mask, "valid_tokens": 9, **changes})
+
+
+def parallel_ce(mask: Tensor, **changes: Any) -> Any:
+    hidden, weight, labels = _of_head()
+    return vocab_parallel_cross_entropy(hidden @ weight.T, labels, **{"mask": mask, "valid_tokens": 9, **changes})
+
+
+def sft(mask: Tensor, **changes: Any) -> Any:
+    given: dict[str, Any] = {"mask": mask, "real": torch.ones(12), "sequence": pack()["sequence"], "sequences": 4}
+    return linear_sft_loss(*_of_head(), **{**given, "valid_tokens": 9, **changes})
+
+
+def tiled(mask: Tensor, **changes: Any) -> Any:
+    hidden, weight, labels = _of_head()
+    head = nn.Linear(4, 5, bias=False, dtype=torch.float64)
+    head.weight = nn.Parameter(weight)
+    given: dict[str, Any] = {"mask": mask, "advantages": torch.ones(12), "beta": 0, "valid_tokens": 9}
+    return tiled_grpo_loss(head, hidden, labels, tiles=3, **{**given, **changes})
+
+
+def _of_head() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (12, 5))
+    return hidden, weight, torch.arange(12) % 5
+
+
+COUNTED: dict[str, tuple[Callable[..., Any], str, int]] = {
+    "linear_cross_entropy": (linear_ce, "valid_tokens", 9),
+    "vocab_parallel_cross_entropy": (parallel_ce, "valid_tokens", 9),
+    "linear_sft_loss": (sft, "valid_tokens", 9),
+    "tiled_grpo_loss": (tiled, "valid_tokens", 9),
+    "dpo_loss": (dpo, "valid_sequences", 4),
+    "grpo_loss": (grpo, "valid_tokens", 9),
+    "RhoWeights.metrics": (weights_metrics, "valid_tokens", 9),
+    "clipped_pg_loss, tokens": (clipped_pg, "valid_tokens", 9),
+    "clipped_pg_loss, sequences": (clipped_pg, "valid_sequences", 4),
+    "clipped_pg_loss, positive tokens": (clipped_pg, "positive_tokens", 4),
+}
+"""What is called, with a count, and how much of it is in the call."""
+of_counts = pytest.mark.parametrize("name", COUNTED)
+
+
+@of_counts
+@pytest.mark.parametrize("kind", [int, float, torch.tensor, lambda n: torch.tensor([float(n)])])
+def test_a_count_below_that_of_the_call_is_refused(name: str, kind: Callable[[int], Any]) -> None:
+    call, argument, own = COUNTED[name]
+    call(mask=pack()["mask"], **{argument: kind(own)})
+    for count in (own - 1, 0):
+        message = rf"^{argument} {count}: expected at least {own}, the (tokens|sequences) that count in this call; pass"
+        with pytest.raises(ValueError, match=message):
+            call(mask=pack()["mask"], **{argument: kind(count)})
+        with unchecked_values():
+            call(mask=pack()["mask"], **{argument: kind(count)})
+
+
+@of_counts
+def test_a_part_of_a_batch_has_its_count(name: str) -> None:
+    """A call may hold any part of it, also none. In float32, a mean over ranks lacks a little."""
+    call, argument, own = COUNTED[name]
+    for count in (own + 1, 1000 * own, torch.tensor(own / 3, dtype=torch.float32) * 3 * (1 - 1e-7)):
+        call(mask=pack()["mask"], **{argument: count})
+    call(mask=torch.zeros(12), **{argument: 0})
+
+
+@pytest.mark.parametrize("name", ["dpo_loss", "clipped_pg_loss, sequences"])
+def test_sequences_without_tokens_need_no_count(name: str) -> None:
+    """A trainer may count all sequences, or those with a token that counts."""
+    call, argument, _ = COUNTED[name]
+    call(mask=pack()["mask"] & (pack()["sequence"] < 2), **{argument: 2})
+    call(mask=pack()["mask"], sample_mask=torch.tensor([1, 1, 0, 0]), **{argument: 2})
+    call(mask=pack()["mask"], sample_mask=torch.tensor([1, 0, 0, 0]), **{argument: 1})
+
+
+@of_counts
+def test_what_is_in_the_call_is_read_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading waits for the device."""
+    call, argument, own = COUNTED[name]
+    read, plain = list[Tensor](), Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda x: (read.append(x), plain(x))[1])
+    call(mask=pack()["mask"], **{argument: own})
+    assert len(read) == 1
 
 
 # Other settings
