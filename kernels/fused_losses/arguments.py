@@ -12,9 +12,17 @@ from math import inf, isfinite
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _checked: ContextVar[bool] = ContextVar("_checked", default=True)
+
+UNTRAINED = -(2**40)
+"""The label of tokens that a mask leaves out. It is not -100, so that a -100 that counts is not
+left out with them: if labels are not checked, the loss is NaN."""
+
+_CP = "_fused_losses_cp"
+"""An attribute of the tensor ``Pack.sequence``: over how many ranks the pack is split."""
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 """Dtypes that can count the tokens of a batch. uint8 would take 256 for 0."""
@@ -243,21 +251,46 @@ def as_sample_mask(sample_mask: Any, like: Tensor) -> Tensor:
     return as_mask("sample_mask", sample_mask, sample_mask)
 
 
-def as_sequence(sequence: Tensor, mask: Tensor, sequences: int) -> Tensor:
+def mark_as_split(sequence: Tensor, ranks: int) -> None:
+    """Lets ``as_sequence`` know over how many ranks the tokens of a pack are split.
+
+    The mark is on this tensor, not on what is computed from it.
+    """
+    if not torch.compiler.is_compiling():
+        setattr(sequence, _CP, ranks)
+
+
+def _check_split(sequence: Tensor, cp_group: dist.ProcessGroup | None) -> None:
+    if torch.compiler.is_compiling():
+        return
+    ranks = 1 if cp_group is None else cp_group.size()
+    split = getattr(sequence, _CP, ranks)
+    if split != ranks:
+        given = "None" if cp_group is None else f"of {ranks} ranks"
+        raise ValueError(
+            f"cp_group {given}: expected one of {split}, since sequence is that of a Pack over {split} ranks; pass the "
+            "same cp_group to Pack.of and to the loss"
+        )
+
+
+def as_sequence(sequence: Tensor, mask: Tensor, sequences: int, cp_group: dist.ProcessGroup | None) -> Tensor:
     """Converts the argument ``sequence`` to an index.
 
     Args:
         sequence: ``[tokens]`` integers, each token's sequence.
         mask: ``[tokens]`` bool, the tokens that count. Numbers at other tokens may be anything.
         sequences: the number of sequences in the pack.
+        cp_group: the ranks over which the tokens of sequences are split.
 
     Returns:
         ``[tokens]`` int64, 0 at tokens that do not count.
 
     Raises:
-        ValueError: The argument holds no integers, or a token that counts is in a sequence outside
-            of the pack. The latter is not checked inside of ``unchecked_values``.
+        ValueError: The argument holds no integers, belongs to a ``Pack`` that is split over another
+            number of ranks, or a token that counts is in a sequence outside of the pack. The latter
+            is not checked inside of ``unchecked_values``.
     """
+    _check_split(sequence, cp_group)
     if sequence.dtype not in _INTEGERS:
         raise ValueError(f"sequence is {sequence.dtype}: expected int64, int32 or int16; pass sequence.long()")
     if len(sequence) and not sequences:
@@ -334,6 +367,25 @@ def check_labels(
             f"{name}: token {token} has {int(labels.flatten()[token])}, outside of the vocabulary of ids "
             f"{start} to {start + vocab - 1}; {way_out}"
         )
+
+
+def as_labels_of(mask: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Returns the labels of the tokens that a mask counts, and ``UNTRAINED`` for other tokens.
+
+    Args:
+        mask: ``[tokens]`` bool.
+        labels: ``[tokens]`` integers.
+        ignore_index: the label that says that a token has none.
+
+    Raises:
+        ValueError: A token that the mask counts has that label; the message names the token.
+    """
+    if values_are_checked() and len(without := (mask & (labels == ignore_index)).nonzero()):
+        raise ValueError(
+            f"labels: token {int(without[0])} has {ignore_index}, which is no label, but mask counts it; set mask to 0 "
+            "there, as at the end of each sequence, or shift it as labels are shifted"
+        )
+    return torch.where(mask, labels.long(), UNTRAINED)
 
 
 def check_label_dtype(labels: Tensor, name: str = "labels") -> None:

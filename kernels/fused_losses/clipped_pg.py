@@ -88,7 +88,7 @@ def clipped_pg_loss(
         {"reference_logprobs": reference_logprobs, "unfiltered_logprobs": unfiltered_logprobs},
     )
     mask, sample_mask = as_mask("mask", mask, logprobs), as_sample_mask(sample_mask, logprobs)
-    sequence = as_sequence(sequence, mask, len(sample_mask))
+    sequence = as_sequence(sequence, mask, len(sample_mask), cp_group)
     _check_rewards(rewards, sample_mask)
     o, c = config, logprobs
     prev_logprobs, generation_logprobs, advantages = (

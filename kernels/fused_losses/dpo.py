@@ -99,7 +99,7 @@ def dpo_loss(
     check_flags(preference_average_log_probs=preference_average_log_probs, sft_average_log_probs=sft_average_log_probs)
     check_tokens({"logprobs": logprobs, "reference_logprobs": reference_logprobs, "sequence": sequence})
     mask, sample_mask = as_mask("mask", mask, logprobs), _as_masks_of_pairs(sample_mask, logprobs)
-    sequence = as_sequence(sequence, mask, len(sample_mask))
+    sequence = as_sequence(sequence, mask, len(sample_mask), cp_group)
     gate = sample_mask[0::2]
     live = mask & gate.repeat_interleave(2)[sequence]
     policy = torch.where(live, logprobs, 0.0)

@@ -230,7 +230,7 @@ def _means_of_sequences(
             "sequence or sequences is missing: expected [T] integers and the number of sequences with "
             "rho_mask_sequence_level or rho_mask_tv_divergence; pass both, or set these options of rho to False"
         )
-    sequence = as_sequence(sequence, mask, sequences)
+    sequence = as_sequence(sequence, mask, sequences, group)
     per_token = torch.where(mask, torch.stack([x, x.expm1().abs(), torch.ones_like(x)]), 0.0)
     sums = sum_over(group, x.new_zeros(3, sequences).index_add(1, sequence, per_token))
     mean_x, tv = (sums[:2] / divisor(sums[2]))[:, sequence]

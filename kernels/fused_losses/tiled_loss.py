@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fused_losses.arguments import as_count, as_mask, unchecked_values
+from fused_losses.arguments import UNTRAINED, as_count, as_labels_of, as_mask, unchecked_values
 from fused_losses.grpo import grpo_loss
 from fused_losses.metrics import Metrics
 from fused_losses.numerics import float16_unit
@@ -110,8 +110,8 @@ def tiled_grpo_loss(
     given_head["unfiltered"] = top_k is not None or top_p != 1
     rho = options.get("rho")
     if isinstance(rho, RhoCorrection) and rho.of_sequences and options.get("old_logprobs") is None:
-        masked = torch.where(options["mask"], labels, -100)
-        found = tiled_token_logprobs(lm_head, hidden, masked, **given_head)
+        masked = as_labels_of(options["mask"], labels)
+        found = tiled_token_logprobs(lm_head, hidden, masked, ignore_index=UNTRAINED, **given_head)
         return grpo_loss(found.logprobs, unfiltered_logprobs=found.unfiltered_logprobs, **options)
     options["rho"] = _weights_of_tokens(options)
 
@@ -205,7 +205,8 @@ def tiled_loss(
         top_k: only the k largest logits of a token stay in its softmax; see ``linear_logprobs``.
         top_p: of these, only the most probable stay, until their probabilities sum to this number.
         unfiltered: whether ``loss_of_tile`` is given log-probabilities without this filter too.
-        ignore_index: the label of tokens whose log-probability is 0, without a gradient.
+        ignore_index: the label of tokens whose log-probability is 0, without a gradient. With a
+            mask, no token that counts may have it.
         layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
 
     Returns:
@@ -225,13 +226,12 @@ def tiled_loss(
         the upstream gradient, in the dtypes of parameters and hidden.
     """
     leave_compiled_code()
-    statistics = Statistics(
-        temperature, entropy, top_k=top_k, top_p=top_p, unfiltered=unfiltered, ignore_index=ignore_index
-    )
+    ignored = ignore_index if mask is None else UNTRAINED
+    statistics = Statistics(temperature, entropy, top_k=top_k, top_p=top_p, unfiltered=unfiltered, ignore_index=ignored)
     check_tiled_call(lm_head, hidden, labels, tiles)
     counted = None if mask is None else flatten_like("mask", as_mask("mask", mask, labels, "labels"), labels, layout)
     hidden, labels, _ = flatten_tokens(hidden, labels, layout)
-    own_labels = labels if counted is None else torch.where(counted, labels, ignore_index)
+    own_labels = labels if counted is None else as_labels_of(counted, labels, ignore_index)
     metrics = list[Metrics]()
 
     def in_forward(module: nn.Module, own: Tensor) -> Tensor:

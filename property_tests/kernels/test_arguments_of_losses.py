@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fused_losses import (
     ClippedPGConfig,
+    Pack,
     RhoCorrection,
     RhoWeights,
     clipped_pg_loss,
@@ -34,6 +35,7 @@ from lossgate.losses.clipped_pg import ClippedPgLossOptions
 from lossgate.losses.dpo import DpoOptions
 from lossgate.losses.grpo import GrpoLossOptions, RhoOptions
 from property_tests.kernels.loss_inputs import GSPO, TRUNCATED, experience, pack, rollout
+from property_tests.kernels.packs import FakeGroup
 
 # Numbers
 
@@ -206,33 +208,33 @@ def test_counts_in_tensors_are_not_read_where_values_are_unchecked() -> None:
 # Counts below those of the call
 
 
-def linear_ce(mask: Tensor, **changes: Any) -> Any:
-    hidden, weight, labels = _of_head()
-    return linear_cross_entropy(hidden, weight, labels, **{"mask": mask, "valid_tokens": 9, **changes})
+LABELS = torch.arange(12) % 5
 
 
-def parallel_ce(mask: Tensor, **changes: Any) -> Any:
-    hidden, weight, labels = _of_head()
+def linear_ce(mask: Tensor, labels: Tensor = LABELS, **changes: Any) -> Any:
+    return linear_cross_entropy(*_hidden_and_weight(), labels, **{"mask": mask, "valid_tokens": 9, **changes})
+
+
+def parallel_ce(mask: Tensor, labels: Tensor = LABELS, **changes: Any) -> Any:
+    hidden, weight = _hidden_and_weight()
     return vocab_parallel_cross_entropy(hidden @ weight.T, labels, **{"mask": mask, "valid_tokens": 9, **changes})
 
 
-def sft(mask: Tensor, **changes: Any) -> Any:
-    given: dict[str, Any] = {"mask": mask, "real": torch.ones(12), "sequence": pack()["sequence"], "sequences": 4}
-    return linear_sft_loss(*_of_head(), **{**given, "valid_tokens": 9, **changes})
+def sft(mask: Tensor, labels: Tensor = LABELS, **changes: Any) -> Any:
+    given: dict[str, Any] = {"real": torch.ones(12), "sequence": pack()["sequence"], "sequences": 4, "valid_tokens": 9}
+    return linear_sft_loss(*_hidden_and_weight(), labels, **{**given, "mask": mask, **changes})
 
 
-def tiled(mask: Tensor, **changes: Any) -> Any:
-    hidden, weight, labels = _of_head()
+def tiled(mask: Tensor, labels: Tensor = LABELS, **changes: Any) -> Any:
     head = nn.Linear(4, 5, bias=False, dtype=torch.float64)
-    head.weight = nn.Parameter(weight)
-    given: dict[str, Any] = {"mask": mask, "advantages": torch.ones(12), "beta": 0, "valid_tokens": 9}
-    return tiled_grpo_loss(head, hidden, labels, tiles=3, **{**given, **changes})
+    given: dict[str, Any] = {"advantages": torch.ones(12), "beta": 0, "valid_tokens": 9, "tiles": 3, "mask": mask}
+    return tiled_grpo_loss(head, _hidden_and_weight()[0], labels, **{**given, **changes})
 
 
-def _of_head() -> tuple[Tensor, Tensor, Tensor]:
+def _hidden_and_weight() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (12, 5))
-    return hidden, weight, torch.arange(12) % 5
+    return hidden, weight.requires_grad_()
 
 
 COUNTED: dict[str, tuple[Callable[..., Any], str, int]] = {
@@ -290,6 +292,75 @@ def test_what_is_in_the_call_is_read_at_once(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(Tensor, "tolist", lambda x: (read.append(x), plain(x))[1])
     call(mask=pack()["mask"], **{argument: own})
     assert len(read) == 1
+
+
+# Labels that are none
+
+
+OF_LABELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "linear_cross_entropy": (linear_ce, {}),
+    "linear_cross_entropy, another index": (linear_ce, {"ignore_index": 2}),
+    "vocab_parallel_cross_entropy": (parallel_ce, {}),
+    "linear_sft_loss": (sft, {}),
+    "tiled_grpo_loss": (tiled, {}),
+    "tiled_grpo_loss, rho of sequences": (
+        tiled,
+        {
+            "sequence": pack()["sequence"],
+            "sequences": 4,
+            "vllm_logprobs": pack()["logprobs"],
+            "rho": RhoCorrection(rho_mask_sequence_level=True),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_LABELS)
+def test_a_token_that_counts_has_a_label(name: str) -> None:
+    call, given = OF_LABELS[name]
+    none = given.get("ignore_index", -100)
+    mask = pack()["mask"] & LABELS.ne(none)
+    call(mask, LABELS.masked_fill(~mask, none), **given)
+    labels = LABELS.masked_fill(torch.arange(12) == 3, none)
+    mask[3] = True
+    message = rf"^labels: token 3 has {none}, which is no label, but mask counts it; set mask to 0 there"
+    with pytest.raises(ValueError, match=message):
+        call(mask, labels, **given)
+    with unchecked_values():
+        found = call(mask, labels, **given)
+    loss = found if isinstance(found, Tensor) else found[0]
+    assert loss.isnan() == (none == -100)  # not a mean over fewer tokens
+
+
+# The split of a pack
+
+
+OF_PACKS: dict[str, Callable[..., Any]] = {
+    "dpo_loss": dpo,
+    "clipped_pg_loss": lambda **given: clipped_pg(positive_tokens=12, **given),
+    "clipped_pg_loss, GSPO": lambda **given: clipped_pg(config=ClippedPGConfig(**GSPO), **given),
+    "linear_sft_loss": lambda **given: sft(pack()["mask"], **given),
+    "rho_weights": weights,
+    "grpo_loss": lambda **given: grpo(rho=RhoCorrection(rho_mask_sequence_level=True), **given),
+    "tiled_grpo_loss": lambda **given: tiled(
+        pack()["mask"], **OF_LABELS["tiled_grpo_loss, rho of sequences"][1] | given
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_PACKS)
+@pytest.mark.parametrize(("made_with", "given"), [(2, None), (2, 4), (1, 2)])
+def test_the_loss_has_the_ranks_of_its_pack(name: str, made_with: int, given: int | None) -> None:
+    """Without them it would take a rank's part of each sequence for the whole."""
+    made, passed = (n and FakeGroup(n, 0) for n in (made_with, given))
+    lengths = torch.tensor([0, 4, 4, 8, 12]) * made_with
+    sequence = Pack.of(lengths, cp_group=made).sequence  # type: ignore[arg-type]
+    message = (
+        rf"^cp_group {'of . ranks' if given else 'None'}: expected one of {made_with}, since sequence is that of a"
+    )
+    with pytest.raises(ValueError, match=message):
+        OF_PACKS[name](sequence=sequence, cp_group=passed)
+    OF_PACKS[name](sequence=sequence.clone())
 
 
 # Other settings
