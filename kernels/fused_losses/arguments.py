@@ -8,6 +8,7 @@ so they can be switched off: see ``unchecked_values``.
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from math import inf, isfinite
 from typing import Any
 
@@ -127,12 +128,16 @@ def check_integer(name: str, value: Any, *, least: int, otherwise: str = "") -> 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Checks that an argument is one of several values.
 
+    A text may be of another class of texts, such as a member of a ``StrEnum``.
+
     Raises:
         ValueError: It is another value; the message names the argument and the allowed values.
     """
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
+    kind = str if isinstance(value, str) else type(value)
+    if not any(kind is type(choice) and value == choice for choice in choices):
         *most, last = map(repr, choices)
-        raise ValueError(f"{name} {value!r}: expected {', '.join(most)} or {last}")
+        way_out = f"; pass its value, {value.value!r}" if isinstance(value, Enum) else ""
+        raise ValueError(f"{name} {value!r}: expected {', '.join(most)} or {last}{way_out}")
 
 
 def check_tokens(needed: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> None:
@@ -158,6 +163,22 @@ def check_tokens(needed: Mapping[str, Any], optional: Mapping[str, Any] | None =
         if not isinstance(x, Tensor) or x.shape != like.shape:
             raise ValueError(f"{name} {_shown(x)}: expected {list(like.shape)}, one for each token, as {first}")
         check_device(name, x, like, first)
+
+
+def check_constants(tensors: Mapping[str, Tensor | None]) -> None:
+    """Checks that no gradient flows to tensors that a loss takes for constants.
+
+    It would cancel the gradient of the policy in a ratio, or train the reference.
+
+    Raises:
+        ValueError: A tensor needs a gradient; the message names it.
+    """
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} needs a gradient: expected a constant; compute it under torch.no_grad(), or pass "
+                f"{name}.detach()"
+            )
 
 
 def check_device(name: str, x: Tensor, like: Tensor, of: str = "logprobs") -> None:

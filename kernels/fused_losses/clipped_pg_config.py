@@ -6,8 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from fused_losses.arguments import check_choice, check_flags, check_setting
+from fused_losses.names import named_options
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True)
 class ClippedPGConfig:
     """Options of ``clipped_pg_loss``.

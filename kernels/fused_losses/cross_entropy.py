@@ -28,6 +28,7 @@ from fused_losses.lm_head import (
     padded,
     ranks_of_tokens,
 )
+from fused_losses.names import named, named_options
 from fused_losses.numerics import divisor
 from fused_losses.passes import check_not_transformed, once_differentiable, without_autocast
 from fused_losses.ranks import alone
@@ -36,6 +37,7 @@ from fused_losses.token_layouts import TokenLayout, flatten_like, flatten_tokens
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 
 
+@named
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -160,6 +162,7 @@ def linear_cross_entropy(
     return _divided(-torch.where(counted, logprobs, 0.0).sum(), counted, valid_tokens, reduction)
 
 
+@named_options
 class LinearCrossEntropyLoss(nn.Module):
     """``linear_cross_entropy`` as a module that holds the options.
 
@@ -240,6 +243,7 @@ class LinearCrossEntropyLoss(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in self.options.items())
 
 
+@named
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,

@@ -17,15 +17,18 @@ from fused_losses.arguments import (
     as_sample_mask,
     as_sequence,
     check_choice,
+    check_constants,
     check_flags,
     check_setting,
     check_tokens,
 )
 from fused_losses.metrics import Metrics
+from fused_losses.names import named
 from fused_losses.numerics import divisor
 from fused_losses.ranks import is_first, sum_over
 
 
+@named
 def dpo_loss(
     logprobs: Tensor,
     reference_logprobs: Tensor,
@@ -98,6 +101,7 @@ def dpo_loss(
         check_setting("reference_policy_kl_penalty", reference_policy_kl_penalty, above=0, otherwise="for IPO's target")
     check_flags(preference_average_log_probs=preference_average_log_probs, sft_average_log_probs=sft_average_log_probs)
     check_tokens({"logprobs": logprobs, "reference_logprobs": reference_logprobs, "sequence": sequence})
+    check_constants({"reference_logprobs": reference_logprobs})
     mask, sample_mask = as_mask("mask", mask, logprobs), _as_masks_of_pairs(sample_mask, logprobs)
     sequence = as_sequence(sequence, mask, len(sample_mask), cp_group)
     gate = sample_mask[0::2]

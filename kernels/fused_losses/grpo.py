@@ -10,8 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_losses.arguments import as_count, as_mask, check_choice, check_integer, check_setting, check_tokens
+from fused_losses.arguments import (
+    as_count,
+    as_mask,
+    check_choice,
+    check_constants,
+    check_integer,
+    check_setting,
+    check_tokens,
+)
 from fused_losses.metrics import Metrics
+from fused_losses.names import named
 from fused_losses.numerics import bounded_exp, divisor
 from fused_losses.rho import RhoCorrection, RhoWeights, given_weights, rho_weights
 
@@ -19,6 +28,7 @@ _LARGEST_KL = 40.0
 """Bound of the log-ratio to the reference, in nats, as in open-instruct."""
 
 
+@named
 def grpo_loss(
     logprobs: Tensor,
     *,
@@ -103,6 +113,7 @@ def grpo_loss(
     policies = {"old_logprobs": old_logprobs, "reference_logprobs": reference_logprobs, "vllm_logprobs": vllm_logprobs}
     optional = {**policies, "unfiltered_logprobs": unfiltered_logprobs, "sequence": sequence}
     check_tokens({"logprobs": logprobs, "advantages": advantages}, optional)
+    check_constants({**policies, "advantages": advantages})
     mask = as_mask("mask", mask, logprobs)
     count = divisor(as_count("valid_tokens", valid_tokens, logprobs, mask.sum()))
     select = _Select(mask, logprobs.dtype)

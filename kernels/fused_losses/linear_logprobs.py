@@ -23,6 +23,7 @@ from fused_losses.lm_head import (
     ranks_of_tokens,
     scatter_tokens,
 )
+from fused_losses.names import named
 from fused_losses.passes import check_not_transformed, once_differentiable, without_autocast
 from fused_losses.ranks import alone
 from fused_losses.softmax import TokenLogprobs
@@ -56,6 +57,7 @@ class _Call:
         return gather_tokens(hidden, group) if self.sequence_parallel and group is not None else hidden
 
 
+@named
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,

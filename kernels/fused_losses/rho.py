@@ -22,6 +22,7 @@ from fused_losses.arguments import (
     check_tokens,
     values_are_checked,
 )
+from fused_losses.names import named, named_options
 from fused_losses.numerics import divisor
 from fused_losses.ranks import sum_over
 
@@ -29,6 +30,7 @@ _LARGEST_LOG_RHO = 10.0
 """Bound of ``|log p_old - log p_vllm|``, in nats, as in open-instruct."""
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True)
 class RhoCorrection:
     """How rho becomes the weight of a token in the policy loss.
@@ -151,6 +153,7 @@ def _range(rho: Tensor, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
+@named
 @torch.no_grad()
 def rho_weights(
     rho: RhoCorrection,

@@ -23,6 +23,7 @@ from fused_losses.arguments import (
 from fused_losses.linear_logprobs import linear_logprobs
 from fused_losses.lm_head import ranks_of_tokens
 from fused_losses.metrics import Metrics
+from fused_losses.names import named
 from fused_losses.numerics import divisor
 from fused_losses.ranks import is_first, sum_over
 from fused_losses.softmax import TokenLogprobs
@@ -93,6 +94,7 @@ class SFTStatistics(Metrics):
         return cls.over(counts, values)
 
 
+@named
 def linear_sft_loss(
     hidden: Tensor,
     weight: Tensor,

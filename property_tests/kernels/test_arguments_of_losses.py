@@ -613,6 +613,24 @@ def test_a_tensor_that_is_needed_is_named_if_it_is_missing(name: str, argument: 
             CALLS[name][0](**{argument: None})
 
 
+CONSTANTS = [
+    (name, argument)
+    for name in ("dpo_loss", "grpo_loss", "clipped_pg_loss")
+    for argument in signature(CALLS[name][1]).parameters
+    if argument.endswith(("_logprobs", "advantages")) and argument != "unfiltered_logprobs"
+]
+
+
+@pytest.mark.parametrize(("name", "argument"), CONSTANTS)
+def test_no_gradient_flows_to_constants(name: str, argument: str) -> None:
+    """The policy itself as the old one would have a ratio of 1 and no gradient."""
+    constant = torch.zeros(12, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match=rf"^{argument} needs a gradient: .*, or pass {argument}.detach\(\)"):
+        CALLS[name][0](**{argument: constant})
+    with torch.no_grad():  # as in an evaluation
+        CALLS[name][0](**{argument: constant})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
