@@ -220,12 +220,18 @@ def as_counts(counts: Mapping[str, tuple[Any, Tensor | None]], like: Tensor) -> 
         owns = {name: own for name, (_, own) in counts.items() if own is not None}
         for name, own in zip(owns, torch.stack([*owns.values()]).tolist() if owns else (), strict=True):
             _check_covers(name, given[name], own)
-    return [torch.as_tensor(x, dtype=like.dtype, device=like.device).detach().reshape(()) for x, _ in counts.values()]
+    return [_as_scalar(count, like) for count, _ in counts.values()]
 
 
 def as_count(name: str, count: Any, like: Tensor, own: Tensor | None) -> Tensor:
     """Converts one count, as ``as_counts`` does."""
     return as_counts({name: (count, own)}, like)[0]
+
+
+def _as_scalar(count: Any, like: Tensor) -> Tensor:
+    if not isinstance(count, Tensor):  # a sum, since torch.compile makes a constant of as_tensor(count)
+        return torch.zeros((), dtype=like.dtype, device=like.device) + count
+    return count.detach().to(like).reshape(())
 
 
 def _check_kind_of_count(name: str, count: Any) -> None:
