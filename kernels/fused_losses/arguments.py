@@ -8,13 +8,22 @@ so they can be switched off: see ``unchecked_values``.
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from math import inf
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _checked: ContextVar[bool] = ContextVar("_checked", default=True)
+
+UNTRAINED = -(2**40)
+"""The label of tokens that a mask leaves out. It is not -100, so that a -100 that counts is not
+left out with them: if labels are not checked, the loss is NaN."""
+
+_CP = "_fused_losses_cp"
+"""An attribute of the tensor ``Pack.sequence``: over how many ranks the pack is split."""
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 """Dtypes that can count the tokens of a batch. uint8 would take 256 for 0."""
@@ -24,11 +33,11 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16)
 def unchecked_values() -> Generator[None]:
     """Switches off, inside a ``with``, the checks that read the values of tensors.
 
-    These checks find a label outside of the vocabulary, a mask with other numbers than 0 and 1, a
-    token in a sequence that does not exist, a negative count and a negative weight. Each check
-    waits for the device once. So check the first steps of a run, and put the later steps inside the
-    ``with``. Checks of shapes, dtypes and numbers stay on. Code that ``torch.compile`` compiles is
-    never checked.
+    These checks find a label outside of the vocabulary, a token that counts but has no label, a
+    mask with other numbers than 0 and 1, a token in a sequence that does not exist, a count below
+    what is in the call, and a negative weight. Each check waits for the device once. So check the
+    first steps of a run, and put the later steps inside the ``with``. Checks of shapes, dtypes and
+    numbers stay on. Code that ``torch.compile`` compiles is never checked.
     """
     before = _checked.set(False)
     try:
@@ -119,12 +128,16 @@ def check_integer(name: str, value: Any, *, least: int, otherwise: str = "") -> 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Checks that an argument is one of several values.
 
+    A text may be of another class of texts, such as a member of a ``StrEnum``.
+
     Raises:
         ValueError: It is another value; the message names the argument and the allowed values.
     """
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
+    kind = str if isinstance(value, str) else type(value)
+    if not any(kind is type(choice) and value == choice for choice in choices):
         *most, last = map(repr, choices)
-        raise ValueError(f"{name} {value!r}: expected {', '.join(most)} or {last}")
+        way_out = f"; pass its value, {value.value!r}" if isinstance(value, Enum) else ""
+        raise ValueError(f"{name} {value!r}: expected {', '.join(most)} or {last}{way_out}")
 
 
 def check_tokens(needed: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> None:
@@ -152,6 +165,22 @@ def check_tokens(needed: Mapping[str, Any], optional: Mapping[str, Any] | None =
         check_device(name, x, like, first)
 
 
+def check_constants(tensors: Mapping[str, Tensor | None]) -> None:
+    """Checks that no gradient flows to tensors that a loss takes for constants.
+
+    It would cancel the gradient of the policy in a ratio, or train the reference.
+
+    Raises:
+        ValueError: A tensor needs a gradient; the message names it.
+    """
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} needs a gradient: expected a constant; compute it under torch.no_grad(), or pass "
+                f"{name}.detach()"
+            )
+
+
 def check_device(name: str, x: Tensor, like: Tensor, of: str = "logprobs") -> None:
     """Checks that a tensor is on the device of the tensor ``like``.
 
@@ -169,29 +198,65 @@ def _shown(x: Any) -> str:
     return str(list(x.shape)) if isinstance(x, Tensor) else repr(x)
 
 
-def as_count(name: str, count: Any, like: Tensor) -> Tensor:
-    """Converts a count of the whole batch to a scalar.
+def as_counts(counts: Mapping[str, tuple[Any, Tensor | None]], like: Tensor) -> list[Tensor]:
+    """Converts counts of the whole batch to scalars.
 
     Args:
-        name: the name of the argument.
-        count: a number from 0, or a tensor with one such number, on any device.
-        like: a tensor with the dtype and the device of the result.
+        counts: by the name of the argument: a number from 0, or a tensor with one such number, on
+            any device; and a scalar, how much of what it counts is in this call, or None.
+        like: a tensor with the dtype and the device of the results.
 
     Raises:
-        ValueError: The count is no such number. The number in a tensor is not checked inside of
-            ``unchecked_values``.
+        ValueError: A count is no such number, or is below what is in this call. Numbers in tensors
+            are not read inside of ``unchecked_values``. Reading them waits for the device once for
+            each count in a tensor, and once for all that is in this call.
     """
+    for name, (count, _) in counts.items():
+        _check_kind_of_count(name, count)
+    if values_are_checked():
+        given = {name: count.item() if isinstance(count, Tensor) else count for name, (count, _) in counts.items()}
+        for name, number in given.items():
+            check_number(name, number, least=0)
+        owns = {name: own for name, (_, own) in counts.items() if own is not None}
+        for name, own in zip(owns, torch.stack([*owns.values()]).tolist() if owns else (), strict=True):
+            _check_covers(name, given[name], own)
+    return [_as_scalar(count, like) for count, _ in counts.values()]
+
+
+def as_count(name: str, count: Any, like: Tensor, own: Tensor | None) -> Tensor:
+    """Converts one count, as ``as_counts`` does."""
+    return as_counts({name: (count, own)}, like)[0]
+
+
+def _as_scalar(count: Any, like: Tensor) -> Tensor:
+    if not isinstance(count, Tensor):  # a sum, since torch.compile makes a constant of as_tensor(count)
+        return torch.zeros((), dtype=like.dtype, device=like.device) + count
+    return count.detach().to(like).reshape(())
+
+
+def _check_kind_of_count(name: str, count: Any) -> None:
     if not isinstance(count, Tensor):
         check_number(name, count, least=0, otherwise="or a tensor with one such number")
     elif count.numel() != 1:
         raise ValueError(f"{name} {_shown(count)}: expected a number, or a tensor with one; add up counts of parts")
     elif count.dtype == torch.bool or count.is_complex():
         raise ValueError(f"{name} is {count.dtype}: expected a number; pass the number of what a mask counts")
-    elif values_are_checked():
-        check_number(name, count.item(), least=0)
-    if not isinstance(count, Tensor):  # a sum, since torch.compile makes a constant of as_tensor(count)
-        return torch.zeros((), dtype=like.dtype, device=like.device) + count
-    return count.detach().to(like).reshape(())
+    elif count.dtype in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{name} is {count.dtype}, which rounds counts: expected integers, float32 or float64; "
+            "pass mask.sum(dtype=torch.int64)"
+        )
+
+
+def _check_covers(name: str, count: float, own: int) -> None:
+    if count >= own * (1 - 1e-6):  # A mean over ranks times their number, in float32, may lack a little.
+        return
+    what, pairs = ("sequences", ", two for each pair") if "sequences" in name else ("tokens", "")
+    raise ValueError(
+        f"{name} {count:g}: expected at least {own}, the {what} that count in this call; pass the number of the whole "
+        f"batch{pairs}, added up over microbatches and data- and context-parallel ranks; to divide by another number, "
+        "multiply the loss"
+    )
 
 
 def as_sample_mask(sample_mask: Any, like: Tensor) -> Tensor:
@@ -213,21 +278,46 @@ def as_sample_mask(sample_mask: Any, like: Tensor) -> Tensor:
     return as_mask("sample_mask", sample_mask, sample_mask)
 
 
-def as_sequence(sequence: Tensor, mask: Tensor, sequences: int) -> Tensor:
+def mark_as_split(sequence: Tensor, ranks: int) -> None:
+    """Lets ``as_sequence`` know over how many ranks the tokens of a pack are split.
+
+    The mark is on this tensor, not on what is computed from it.
+    """
+    if not torch.compiler.is_compiling():
+        setattr(sequence, _CP, ranks)
+
+
+def _check_split(sequence: Tensor, cp_group: dist.ProcessGroup | None) -> None:
+    if torch.compiler.is_compiling():
+        return
+    ranks = 1 if cp_group is None else cp_group.size()
+    split = getattr(sequence, _CP, ranks)
+    if split != ranks:
+        given = "None" if cp_group is None else f"of {ranks} ranks"
+        raise ValueError(
+            f"cp_group {given}: expected one of {split}, since sequence is that of a Pack over {split} ranks; pass the "
+            "same cp_group to Pack.of and to the loss"
+        )
+
+
+def as_sequence(sequence: Tensor, mask: Tensor, sequences: int, cp_group: dist.ProcessGroup | None) -> Tensor:
     """Converts the argument ``sequence`` to an index.
 
     Args:
         sequence: ``[tokens]`` integers, each token's sequence.
         mask: ``[tokens]`` bool, the tokens that count. Numbers at other tokens may be anything.
         sequences: the number of sequences in the pack.
+        cp_group: the ranks over which the tokens of sequences are split.
 
     Returns:
         ``[tokens]`` int64, 0 at tokens that do not count.
 
     Raises:
-        ValueError: The argument holds no integers, or a token that counts is in a sequence outside
-            of the pack. The latter is not checked inside of ``unchecked_values``.
+        ValueError: The argument holds no integers, belongs to a ``Pack`` that is split over another
+            number of ranks, or a token that counts is in a sequence outside of the pack. The latter
+            is not checked inside of ``unchecked_values``.
     """
+    _check_split(sequence, cp_group)
     if sequence.dtype not in _INTEGERS:
         raise ValueError(f"sequence is {sequence.dtype}: expected int64, int32 or int16; pass sequence.long()")
     if len(sequence) and not sequences:
@@ -304,6 +394,25 @@ def check_labels(
             f"{name}: token {token} has {int(labels.flatten()[token])}, outside of the vocabulary of ids "
             f"{start} to {start + vocab - 1}; {way_out}"
         )
+
+
+def as_labels_of(mask: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Returns the labels of the tokens that a mask counts, and ``UNTRAINED`` for other tokens.
+
+    Args:
+        mask: ``[tokens]`` bool.
+        labels: ``[tokens]`` integers.
+        ignore_index: the label that says that a token has none.
+
+    Raises:
+        ValueError: A token that the mask counts has that label; the message names the token.
+    """
+    if values_are_checked() and len(without := (mask & (labels == ignore_index)).nonzero()):
+        raise ValueError(
+            f"labels: token {int(without[0])} has {ignore_index}, which is no label, but mask counts it; set mask to 0 "
+            "there, as at the end of each sequence, or shift it as labels are shifted"
+        )
+    return torch.where(mask, labels.long(), UNTRAINED)
 
 
 def check_label_dtype(labels: Tensor, name: str = "labels") -> None:

@@ -12,17 +12,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_losses.arguments import as_count, as_mask, as_sample_mask, as_sequence, check_device, check_tokens
+from fused_losses.arguments import (
+    as_counts,
+    as_mask,
+    as_sample_mask,
+    as_sequence,
+    check_constants,
+    check_device,
+    check_tokens,
+)
 from fused_losses.clipped_pg_config import ClippedPGConfig
 from fused_losses.metrics import Metrics
+from fused_losses.names import named
 from fused_losses.numerics import bounded_exp, divisor
 from fused_losses.ranks import is_first, sum_over_for_parts
 
 
+@named
 def clipped_pg_loss(
     logprobs: Tensor,
     *,
-    prev_logprobs: Tensor,
     generation_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
@@ -31,6 +40,7 @@ def clipped_pg_loss(
     valid_tokens: Tensor | float,
     valid_sequences: Tensor | float,
     config: ClippedPGConfig,
+    prev_logprobs: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
     unfiltered_logprobs: Tensor | None = None,
     rewards: Tensor | None = None,
@@ -45,7 +55,6 @@ def clipped_pg_loss(
         logprobs: ``[tokens]``, log-probabilities of the labels of this rank's tokens, from
             ``linear_logprobs``; gradients flow. A token that top-k or top-p filtering leaves out
             has -inf here; it is not part of the policy loss.
-        prev_logprobs: ``[tokens]``, log-probabilities under the policy before the update.
         generation_logprobs: ``[tokens]``, under the policy that generated the tokens.
         advantages: ``[tokens]``.
         mask: ``[tokens]`` of bool, or of numbers 0 and 1: the tokens that count. Values at other
@@ -56,6 +65,8 @@ def clipped_pg_loss(
             microbatch: a number, or a tensor with one number.
         valid_sequences: the number of sequences that count in the whole batch.
         config: the options.
+        prev_logprobs: ``[tokens]``, log-probabilities under the policy before the update; needed
+            unless ``force_on_policy_ratio``, which does not use them.
         reference_logprobs: ``[tokens]``, under the reference policy; needed with a KL penalty.
         unfiltered_logprobs: ``[tokens]``, ``logprobs`` without filtering, for the KL penalty; by
             default ``logprobs``.
@@ -81,21 +92,24 @@ def clipped_pg_loss(
         On ``cp_group``, forward: one all-reduce SUM of ``[5, sequences]`` if an option needs whole
         sequences, else none. Backward: the same once more for GSPO, else none.
     """
-    _check(config, reference_logprobs, rewards, positive_tokens)
-    policies = {"prev_logprobs": prev_logprobs, "generation_logprobs": generation_logprobs}
+    _check(config, prev_logprobs, reference_logprobs, rewards, positive_tokens)
+    optional = {"prev_logprobs": prev_logprobs, "reference_logprobs": reference_logprobs}
     check_tokens(
-        {"logprobs": logprobs, **policies, "advantages": advantages, "sequence": sequence},
-        {"reference_logprobs": reference_logprobs, "unfiltered_logprobs": unfiltered_logprobs},
+        {
+            "logprobs": logprobs,
+            "generation_logprobs": generation_logprobs,
+            "advantages": advantages,
+            "sequence": sequence,
+        },
+        {**optional, "unfiltered_logprobs": unfiltered_logprobs},
     )
+    check_constants({**optional, "generation_logprobs": generation_logprobs, "advantages": advantages})
     mask, sample_mask = as_mask("mask", mask, logprobs), as_sample_mask(sample_mask, logprobs)
-    sequence = as_sequence(sequence, mask, len(sample_mask))
+    sequence = as_sequence(sequence, mask, len(sample_mask), cp_group)
     _check_rewards(rewards, sample_mask)
     o, c = config, logprobs
-    positive = None if positive_tokens is None else as_count("positive_tokens", positive_tokens, c)
-    prev_logprobs, generation_logprobs, advantages = (
-        x.to(c.dtype) for x in (prev_logprobs, generation_logprobs, advantages)
-    )
-    p = c.detach() if o.force_on_policy_ratio else prev_logprobs
+    generation_logprobs, advantages = generation_logprobs.to(c.dtype), advantages.to(c.dtype)
+    p = c.detach() if o.force_on_policy_ratio or prev_logprobs is None else prev_logprobs.to(c.dtype)
     counted = mask & sample_mask[sequence]
     scored = counted & (p != -torch.inf)
     acting = (scored if o.has_ratio else counted) & (c != -torch.inf)
@@ -105,16 +119,25 @@ def clipped_pg_loss(
     log_weight = (_at(scored, p) - _at(scored, generation_logprobs)).detach()
     per_token = torch.stack([log_ratio, log_weight, *(where.to(c.dtype) for where in (acting, scored, penalised))])
     sums = c.new_zeros(5, len(sample_mask)).index_add(1, sequence, per_token)
+    sums = sum_over_for_parts(cp_group, sums) if o.of_sequences else sums
+    counts: dict[str, tuple[Any, Tensor | None]] = {
+        "valid_tokens": (valid_tokens, counted.sum()),
+        "valid_sequences": (valid_sequences, (sums[4] > 0).sum()),
+    }
+    if positive_tokens is not None:
+        own = None if rewards is None or not o.counts_positive else (counted & (rewards > 0)[sequence]).sum()
+        counts["positive_tokens"] = positive_tokens, own
+    of_tokens, of_sequences, *of_positive = as_counts(counts, c)
     tokens = _Tokens(
         log_ratio=log_ratio,
         log_weight=log_weight,
         acting=acting,
         scored=scored,
         penalised=penalised,
-        sums=sum_over_for_parts(cp_group, sums) if o.of_sequences else sums,
+        sums=sums,
         sequence=sequence,
         sample_mask=sample_mask,
-        counts=(as_count("valid_tokens", valid_tokens, c), as_count("valid_sequences", valid_sequences, c)),
+        counts=(of_tokens, of_sequences),
         epsilon=o.epsilon,
         group=cp_group,
     )
@@ -130,7 +153,7 @@ def clipped_pg_loss(
         kl = tokens.reduced(estimates, tokens.penalised, o.token_level_loss)
         loss = loss + o.reference_policy_kl_penalty * kl
     if o.positive_example_nll_weight and rewards is not None:
-        positive = None if o.positive_nll_normaliser == "local" else positive
+        positive = of_positive[0] if o.counts_positive else None
         nll = _positive_nll(_at(acting, c), rewards > 0, tokens, positive)
         loss = loss + o.positive_example_nll_weight * nll
     metrics = {
@@ -332,16 +355,27 @@ def _distances(c: Tensor, p: Tensor, generation: Tensor, tokens: _Tokens, o: Cli
     }
 
 
-def _check(o: Any, reference: Tensor | None, rewards: Tensor | None, positive_tokens: Tensor | float | None) -> None:
+def _check(
+    o: Any,
+    prev: Tensor | None,
+    reference: Tensor | None,
+    rewards: Tensor | None,
+    positive_tokens: Tensor | float | None,
+) -> None:
     if not isinstance(o, ClippedPGConfig):
         raise ValueError(f"config {o!r}: expected ClippedPGConfig(...)")
+    if prev is None and not o.force_on_policy_ratio:
+        raise ValueError(
+            "prev_logprobs is missing: expected [T], of the policy before the update; or set force_on_policy_ratio, "
+            "which takes logprobs for them"
+        )
     if o.has_kl and reference is None:
         raise ValueError(
             "reference_logprobs is missing: expected [T] with reference_policy_kl_penalty "
             f"{o.reference_policy_kl_penalty}; or set that to 0"
         )
     needed: dict[str, Any] = {"rewards": rewards}
-    if o.positive_nll_normaliser == "global":
+    if o.counts_positive:
         needed["positive_tokens"] = positive_tokens
     missing = [name for name, x in needed.items() if x is None]
     if o.positive_example_nll_weight and missing:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from fused_losses.arguments import check_choice, check_flags, check_setting
+from fused_losses.names import named_options
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True)
 class ClippedPGConfig:
     """Options of ``clipped_pg_loss``.
@@ -100,6 +102,11 @@ class ClippedPGConfig:
             or self.truncated_importance_sampling_type == "seq-mask-tis"
             or (self.positive_example_nll_weight != 0 and self.positive_nll_normaliser == "local")
         )
+
+    @property
+    def counts_positive(self) -> bool:
+        """Whether the loss is divided by a count of the tokens of positive examples."""
+        return self.positive_example_nll_weight != 0 and self.positive_nll_normaliser == "global"
 
     @property
     def has_kl(self) -> bool:

@@ -8,7 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fused_losses.arguments import as_count, as_mask, check_choice, check_label_dtype, check_labels
+from fused_losses.arguments import (
+    UNTRAINED,
+    as_count,
+    as_labels_of,
+    as_mask,
+    check_choice,
+    check_integer,
+    check_label_dtype,
+    check_labels,
+)
 from fused_losses.linear_logprobs import linear_logprobs
 from fused_losses.lm_head import (
     HeadGradients,
@@ -20,6 +29,7 @@ from fused_losses.lm_head import (
     padded,
     ranks_of_tokens,
 )
+from fused_losses.names import named, named_options
 from fused_losses.numerics import divisor
 from fused_losses.operators import Form, operator
 from fused_losses.passes import check_not_transformed, once_differentiable, without_autocast
@@ -29,6 +39,7 @@ from fused_losses.token_layouts import TokenLayout, flatten_like, flatten_tokens
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 
 
+@named
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -51,8 +62,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Computes the cross-entropy of labels from hidden states and an lm-head.
 
-    The ``[tokens, vocab]`` logits are never formed. A token counts if ``mask`` is true there and
-    its label is not ``ignore_index``.
+    The ``[tokens, vocab]`` logits are never formed. A token counts if ``mask`` is true there;
+    without a mask, if its label is not ``ignore_index``.
 
     If the whole vocabulary is on this rank, forward also computes the gradients that are needed.
     This takes three matrix products for each chunk instead of four. Backward multiplies them by the
@@ -76,7 +87,8 @@ def linear_cross_entropy(
         reduction: ``"mean"`` or ``"sum"``.
         temperature: divides the logits; positive.
         softcap: the cap of the logits, positive; None for no soft-cap.
-        ignore_index: the label of tokens that do not count.
+        ignore_index: the label of tokens that do not count. With a mask, no token that counts may
+            have it.
         vocab_start: id in the whole vocabulary of this rank's first row; needed if ``tp_group`` has
             several ranks.
         vocab_rows: number of leading rows that belong to the vocabulary; all by default.
@@ -106,7 +118,7 @@ def linear_cross_entropy(
     ranks = ranks_of_tokens(sequence_parallel, tp_group)
     mask = None if mask is None else flatten_like("mask", as_mask("mask", mask, labels, "labels"), labels, layout)
     hidden, labels, _ = flatten_tokens(hidden, labels, layout, ranks)
-    counted = _counted(labels, mask, valid_tokens, reduction, ignore_index)
+    labels, counted = _counted(labels, mask, reduction, ignore_index)
     if alone(tp_group):
         check_head(
             hidden,
@@ -132,11 +144,11 @@ def linear_cross_entropy(
     logprobs = linear_logprobs(
         hidden,
         weight,
-        torch.where(counted, labels, ignore_index),
+        labels,
         bias=bias,
         temperature=temperature,
         softcap=softcap,
-        ignore_index=ignore_index,
+        ignore_index=UNTRAINED,
         vocab_start=vocab_start,
         vocab_rows=vocab_rows,
         tp_group=tp_group,
@@ -147,6 +159,7 @@ def linear_cross_entropy(
     return _divided(-torch.where(counted, logprobs, 0.0).sum(), counted, valid_tokens, reduction)
 
 
+@named_options
 class LinearCrossEntropyLoss(nn.Module):
     """``linear_cross_entropy`` as a module that holds the options.
 
@@ -227,6 +240,7 @@ class LinearCrossEntropyLoss(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in self.options.items())
 
 
+@named
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -244,7 +258,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Computes the cross-entropy of labels from logits whose vocabulary is split over ranks.
 
-    A token counts if ``mask`` is true there and its label is not ``ignore_index``.
+    A token counts if ``mask`` is true there; without a mask, if its label is not ``ignore_index``.
 
     Args:
         logits: ``[tokens, local_vocab]``, this rank's columns of the vocabulary, or a batch as
@@ -255,7 +269,8 @@ def vocab_parallel_cross_entropy(
         valid_tokens: the divisor of ``"mean"``; see ``linear_cross_entropy``.
         reduction: ``"mean"`` or ``"sum"``.
         temperature: divides the logits; positive.
-        ignore_index: the label of tokens that do not count.
+        ignore_index: the label of tokens that do not count. With a mask, no token that counts may
+            have it.
         vocab_start: id in the whole vocabulary of this rank's first column; needed if ``tp_group``
             has several ranks.
         vocab_rows: number of leading columns that belong to the vocabulary; all by default.
@@ -275,34 +290,41 @@ def vocab_parallel_cross_entropy(
     check_not_transformed(logits=logits, labels=labels)
     mask = None if mask is None else flatten_like("mask", as_mask("mask", mask, labels, "labels"), labels, layout)
     logits, labels, _ = flatten_tokens(logits, labels, layout, name="logits")
-    counted = _counted(labels, mask, valid_tokens, reduction, ignore_index)
+    labels, counted = _counted(labels, mask, reduction, ignore_index)
     given: dict[str, Any] = {
         "temperature": temperature,
-        "ignore_index": ignore_index,
+        "ignore_index": UNTRAINED,
         "vocab_start": vocab_start,
         "vocab_rows": vocab_rows,
         "tp_group": tp_group,
         "chunk": chunk,
     }
-    logprobs = vocab_parallel_logprobs(logits, torch.where(counted, labels, ignore_index), **given).logprobs
+    logprobs = vocab_parallel_logprobs(logits, labels, **given).logprobs
     return _divided(-torch.where(counted, logprobs, 0.0).sum(), counted, valid_tokens, reduction)
 
 
-def _counted(
-    labels: Tensor, mask: Tensor | None, valid_tokens: Tensor | float | None, reduction: str, ignore_index: int
-) -> Tensor:
-    """Checks arguments that both losses share, and returns the mask of the tokens that count."""
+def _counted(labels: Tensor, mask: Tensor | None, reduction: str, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Checks arguments that both losses share.
+
+    Returns:
+        The labels, ``UNTRAINED`` at tokens that do not count, and the mask of those that do.
+    """
     check_label_dtype(labels)
     check_choice("reduction", reduction, ("mean", "sum"))
+    check_integer("ignore_index", ignore_index, least=UNTRAINED)
+    if mask is not None:
+        return as_labels_of(mask, labels, ignore_index), mask
     counted = labels != ignore_index
-    return counted if mask is None else counted & mask
+    return torch.where(counted, labels.long(), UNTRAINED), counted
 
 
 def _divided(total: Tensor, counted: Tensor, valid_tokens: Tensor | float | None, reduction: str) -> Tensor:
     if reduction == "sum":
         return total
-    own = counted.sum().to(total.dtype)
-    return total / divisor(own if valid_tokens is None else as_count("valid_tokens", valid_tokens, total))
+    own = counted.sum()
+    return total / divisor(
+        own.to(total.dtype) if valid_tokens is None else as_count("valid_tokens", valid_tokens, total, own)
+    )
 
 
 @dataclass(frozen=True)

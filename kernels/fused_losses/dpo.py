@@ -17,15 +17,18 @@ from fused_losses.arguments import (
     as_sample_mask,
     as_sequence,
     check_choice,
+    check_constants,
     check_flags,
     check_setting,
     check_tokens,
 )
 from fused_losses.metrics import Metrics
+from fused_losses.names import named
 from fused_losses.numerics import divisor
 from fused_losses.ranks import is_first, sum_over
 
 
+@named
 def dpo_loss(
     logprobs: Tensor,
     reference_logprobs: Tensor,
@@ -98,15 +101,17 @@ def dpo_loss(
         check_setting("reference_policy_kl_penalty", reference_policy_kl_penalty, above=0, otherwise="for IPO's target")
     check_flags(preference_average_log_probs=preference_average_log_probs, sft_average_log_probs=sft_average_log_probs)
     check_tokens({"logprobs": logprobs, "reference_logprobs": reference_logprobs, "sequence": sequence})
+    check_constants({"reference_logprobs": reference_logprobs})
     mask, sample_mask = as_mask("mask", mask, logprobs), _as_masks_of_pairs(sample_mask, logprobs)
-    sequence = as_sequence(sequence, mask, len(sample_mask))
-    pairs = divisor(as_count("valid_sequences", valid_sequences, logprobs) / 2, epsilon)
+    sequence = as_sequence(sequence, mask, len(sample_mask), cp_group)
     gate = sample_mask[0::2]
     live = mask & gate.repeat_interleave(2)[sequence]
     policy = torch.where(live, logprobs, 0.0)
     ratio = policy - torch.where(live, reference_logprobs.to(logprobs.dtype), 0.0)
     per_token = torch.stack([ratio, policy, live.to(logprobs.dtype)])
     sums = sum_over(cp_group, logprobs.new_zeros(3, len(sample_mask)).index_add(1, sequence, per_token))
+    own = (sample_mask & (sums[2] > 0)).sum()
+    pairs = divisor(as_count("valid_sequences", valid_sequences, logprobs, own) / 2, epsilon)
     rewards, of_policy, tokens = sums[0], sums[1], sums[2].detach().clamp(min=1)
     if preference_average_log_probs:
         rewards = rewards / tokens

@@ -10,8 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_losses.arguments import as_count, as_mask, check_choice, check_integer, check_setting, check_tokens
+from fused_losses.arguments import (
+    as_count,
+    as_mask,
+    check_choice,
+    check_constants,
+    check_integer,
+    check_setting,
+    check_tokens,
+)
 from fused_losses.metrics import Metrics
+from fused_losses.names import named
 from fused_losses.numerics import bounded_exp, divisor
 from fused_losses.rho import RhoCorrection, RhoWeights, given_weights, rho_weights
 
@@ -19,6 +28,7 @@ _LARGEST_KL = 40.0
 """Bound of the log-ratio to the reference, in nats, as in open-instruct."""
 
 
+@named
 def grpo_loss(
     logprobs: Tensor,
     *,
@@ -103,7 +113,9 @@ def grpo_loss(
     policies = {"old_logprobs": old_logprobs, "reference_logprobs": reference_logprobs, "vllm_logprobs": vllm_logprobs}
     optional = {**policies, "unfiltered_logprobs": unfiltered_logprobs, "sequence": sequence}
     check_tokens({"logprobs": logprobs, "advantages": advantages}, optional)
-    mask, count = as_mask("mask", mask, logprobs), divisor(as_count("valid_tokens", valid_tokens, logprobs))
+    check_constants({**policies, "advantages": advantages})
+    mask = as_mask("mask", mask, logprobs)
+    count = divisor(as_count("valid_tokens", valid_tokens, logprobs, mask.sum()))
     select = _Select(mask, logprobs.dtype)
     old = logprobs.detach() if old_logprobs is None else old_logprobs
     acts = _Select(mask & (logprobs != -torch.inf) & (old != -torch.inf), logprobs.dtype)
@@ -142,7 +154,7 @@ def grpo_loss(
         "ratio_mean": mean(detached),
         "ratio_square_mean": mean(detached.square()),
     }
-    metrics |= weights.metrics(mask, count)
+    metrics |= weights.means(mask, count)
     minima, maxima = ([name] if name in metrics else [] for name in ("rho_min", "rho_max"))
     return loss, Metrics(metrics, minima=minima, maxima=maxima)
 

@@ -24,6 +24,7 @@ from fused_losses.lm_head import (
     ranks_of_tokens,
     scatter_tokens,
 )
+from fused_losses.names import named
 from fused_losses.operators import Form, operator
 from fused_losses.passes import check_not_transformed, once_differentiable, without_autocast
 from fused_losses.ranks import alone
@@ -72,6 +73,7 @@ class _Call:
         return gather_tokens(hidden, group) if self.sequence_parallel and group is not None else hidden
 
 
+@named
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_losses import zigzag
+from fused_losses.arguments import mark_as_split
 from fused_losses.packed_lengths import PackedLengths
 from fused_losses.ranks import alone
 from fused_losses.token_layouts import TokenLayout, check_layout
@@ -28,7 +29,10 @@ class Pack:
     index: Tensor
     """Index of the token in the whole padded pack."""
     sequence: Tensor
-    """Number of the token's sequence."""
+    """Number of the token's sequence.
+
+    Losses that are given this tensor refuse another number of cp ranks than that of the pack.
+    """
     position: Tensor
     """Position of the token in its sequence."""
     real: Tensor
@@ -103,6 +107,9 @@ class Pack:
             cp=ranks,
             host=host,
         )
+
+    def __post_init__(self) -> None:
+        mark_as_split(self.sequence, self.cp)
 
     @property
     def sequences(self) -> int:

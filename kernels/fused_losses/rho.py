@@ -22,6 +22,7 @@ from fused_losses.arguments import (
     check_tokens,
     values_are_checked,
 )
+from fused_losses.names import named, named_options
 from fused_losses.numerics import divisor
 from fused_losses.ranks import sum_over
 
@@ -29,6 +30,7 @@ _LARGEST_LOG_RHO = 10.0
 """Bound of ``|log p_old - log p_vllm|``, in nats, as in open-instruct."""
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True)
 class RhoCorrection:
     """How rho becomes the weight of a token in the policy loss.
@@ -123,7 +125,12 @@ class RhoWeights(NamedTuple):
         """
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         mask = as_mask("mask", mask, self.weight, of="the weights")
-        count = divisor(as_count("valid_tokens", valid_tokens, self.weight.new_empty(0, dtype=dtype)))
+        like = self.weight.new_empty(0, dtype=dtype)
+        return self.means(mask, divisor(as_count("valid_tokens", valid_tokens, like, mask.sum())))
+
+    def means(self, mask: Tensor, count: Tensor) -> dict[str, Tensor]:
+        """Computes ``metrics`` from a bool mask and a divisor, which are not checked."""
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
         averaged = {
             "rho_mean": self.rho,
             "rho_weight": self.weight,
@@ -146,6 +153,7 @@ def _range(rho: Tensor, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
+@named
 @torch.no_grad()
 def rho_weights(
     rho: RhoCorrection,
@@ -225,7 +233,7 @@ def _means_of_sequences(
             "sequence or sequences is missing: expected [T] integers and the number of sequences with "
             "rho_mask_sequence_level or rho_mask_tv_divergence; pass both, or set these options of rho to False"
         )
-    sequence = as_sequence(sequence, mask, sequences)
+    sequence = as_sequence(sequence, mask, sequences, group)
     per_token = torch.where(mask, torch.stack([x, x.expm1().abs(), torch.ones_like(x)]), 0.0)
     sums = sum_over(group, x.new_zeros(3, sequences).index_add(1, sequence, per_token))
     mean_x, tv = (sums[:2] / divisor(sums[2]))[:, sequence]

@@ -10,17 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_losses.arguments import as_count, as_mask, as_sequence, check_choice, check_integer, check_setting
+from fused_losses.arguments import (
+    UNTRAINED,
+    as_count,
+    as_labels_of,
+    as_mask,
+    as_sequence,
+    check_choice,
+    check_integer,
+    check_setting,
+)
 from fused_losses.linear_logprobs import linear_logprobs
 from fused_losses.lm_head import ranks_of_tokens
 from fused_losses.metrics import Metrics
+from fused_losses.names import named
 from fused_losses.numerics import divisor
 from fused_losses.ranks import is_first, sum_over
 from fused_losses.softmax import TokenLogprobs
 from fused_losses.token_layouts import TokenLayout, flatten_like, flatten_tokens
-
-_UNTRAINED = -(2**40)
-"""The label of tokens that are not trained. It is not -100, so that a trained -100 is refused."""
 
 
 class SFTStatistics(Metrics):
@@ -70,7 +77,7 @@ class SFTStatistics(Metrics):
             without trained tokens.
         """
         mask, real = (as_mask(name, x, tokens.logprobs) for name, x in {"mask": mask, "real": real}.items())
-        sequence = as_sequence(sequence, mask, sequences)
+        sequence = as_sequence(sequence, mask, sequences, cp_group)
         loss = -tokens.logprobs.detach().double()
         per_token = torch.stack([torch.where(mask, loss, 0.0), mask.double()])
         of_sequences = sum_over(cp_group, loss.new_zeros(2, sequences).index_add(1, sequence, per_token))
@@ -87,6 +94,7 @@ class SFTStatistics(Metrics):
         return cls.over(counts, values)
 
 
+@named
 def linear_sft_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -168,9 +176,9 @@ def linear_sft_loss(
     tokens = linear_logprobs(
         hidden,
         weight,
-        torch.where(mask, labels.long(), _UNTRAINED),
+        as_labels_of(mask, labels),
         bias=bias,
-        ignore_index=_UNTRAINED,
+        ignore_index=UNTRAINED,
         temperature=temperature,
         softcap=softcap,
         entropy=entropy,
@@ -187,5 +195,5 @@ def linear_sft_loss(
     )
     loss = -torch.where(mask, tokens.logprobs, 0.0).sum()
     if reduction == "mean":
-        loss = loss / divisor(as_count("valid_tokens", valid_tokens, loss), epsilon)
+        loss = loss / divisor(as_count("valid_tokens", valid_tokens, loss, mask.sum()), epsilon)
     return loss, statistics

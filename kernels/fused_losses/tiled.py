@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fused_losses.names import named
 from fused_losses.passes import once_differentiable
 from fused_losses.softmax import TokenLogprobs
 from fused_losses.tiled_head import (
@@ -31,6 +32,7 @@ from fused_losses.token_layouts import TokenLayout, flatten_tokens
 from fused_losses.wrappers import check_parameter, leave_compiled_code, run_in_forward
 
 
+@named
 def tiled_token_logprobs(
     lm_head: nn.Module,
     hidden: Tensor,
@@ -111,7 +113,7 @@ def tiled_token_logprobs(
     """
     leave_compiled_code()
     statistics = Statistics(temperature, entropy, logit_range, top_k, top_p, unfiltered, ignore_index)
-    check_tiled_call(lm_head, hidden, labels, tiles)
+    check_tiled_call(lm_head, hidden, labels, tiles, runs_again=True)
     hidden, labels, restore = flatten_tokens(hidden, labels, layout)
 
     def in_forward(module: nn.Module, own: Tensor) -> tuple[Tensor, ...]:

@@ -29,8 +29,12 @@ _PIECES = 16
 """The number of pieces into which a gradient is cut to convert it to another dtype."""
 
 
-def check_tiled_call(lm_head: nn.Module, hidden: Tensor, labels: Tensor, tiles: int | None) -> None:
+def check_tiled_call(
+    lm_head: nn.Module, hidden: Tensor, labels: Tensor, tiles: int | None, *, runs_again: bool
+) -> None:
     """Checks the arguments of kernels that call a head tile by tile, except their shapes.
+
+    ``runs_again`` is as for ``check_lm_head``.
 
     Raises:
         ValueError: A dtype or number does not fit, a transform of ``torch.func`` is at work, or
@@ -50,7 +54,7 @@ def check_tiled_call(lm_head: nn.Module, hidden: Tensor, labels: Tensor, tiles: 
     check_label_dtype(labels)
     if tiles is not None:
         check_integer("tiles", tiles, least=1, otherwise="or None to choose one")
-    check_lm_head(lm_head)
+    check_lm_head(lm_head, runs_again=runs_again)
 
 
 def tiles_of(tokens: int, tiles: int | None) -> list[slice]:

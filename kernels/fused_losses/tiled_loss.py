@@ -11,14 +11,16 @@ once.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fused_losses.arguments import as_count, as_mask, unchecked_values
+from fused_losses.arguments import UNTRAINED, as_count, as_labels_of, as_mask, unchecked_values
 from fused_losses.grpo import grpo_loss
 from fused_losses.metrics import Metrics
+from fused_losses.names import named
 from fused_losses.numerics import float16_unit
 from fused_losses.passes import check_not_transformed, once_differentiable
 from fused_losses.rho import RhoCorrection, RhoWeights, given_weights, rho_weights
@@ -46,6 +48,7 @@ _OF_TOKENS = ("advantages", "old_logprobs", "reference_logprobs", "vllm_logprobs
 """Arguments of ``grpo_loss`` with one number for each token. ``rho`` may be such a tensor, too."""
 
 
+@partial(named, also=grpo_loss)
 def tiled_grpo_loss(
     lm_head: nn.Module,
     hidden: Tensor,
@@ -99,18 +102,19 @@ def tiled_grpo_loss(
     leave_compiled_code()
     if "unfiltered_logprobs" in options:
         raise ValueError("unfiltered_logprobs: expected none, since they are computed here; pass top_k and top_p")
-    check_tiled_call(lm_head, hidden, labels, tiles)
+    check_tiled_call(lm_head, hidden, labels, tiles, runs_again=False)
     check_not_transformed(mask=mask, **{name: x for name, x in options.items() if isinstance(x, Tensor)})
     mask = as_mask("mask", mask, labels, "labels")
     options = _flattened({**options, "mask": mask}, labels, layout)
     hidden, labels, _ = flatten_tokens(hidden, labels, layout)
-    options["valid_tokens"] = as_count("valid_tokens", valid_tokens, labels.new_empty(0, dtype=torch.float64))
+    like = labels.new_empty(0, dtype=torch.float64)
+    options["valid_tokens"] = as_count("valid_tokens", valid_tokens, like, options["mask"].sum())
     given_head: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "tiles": tiles}
     given_head["unfiltered"] = top_k is not None or top_p != 1
     rho = options.get("rho")
     if isinstance(rho, RhoCorrection) and rho.of_sequences and options.get("old_logprobs") is None:
-        masked = torch.where(options["mask"], labels, -100)
-        found = tiled_token_logprobs(lm_head, hidden, masked, **given_head)
+        masked = as_labels_of(options["mask"], labels)
+        found = tiled_token_logprobs(lm_head, hidden, masked, ignore_index=UNTRAINED, **given_head)
         return grpo_loss(found.logprobs, unfiltered_logprobs=found.unfiltered_logprobs, **options)
     options["rho"] = _weights_of_tokens(options)
 
@@ -159,6 +163,7 @@ def _weights_of_tokens(options: dict[str, Any]) -> Any:
     return rho_weights(rho, **of_policies)
 
 
+@named
 def tiled_loss(
     lm_head: nn.Module,
     hidden: Tensor,
@@ -184,7 +189,8 @@ def tiled_loss(
 
     Args:
         lm_head: maps ``[n, hidden]`` to logits ``[n, vocab]``, also for n = 0. It treats each token
-            on its own.
+            on its own. It may use random numbers, as dropout of adapters does: they are drawn tile
+            by tile.
         hidden: ``[tokens, hidden]``, or a batch, ``[B, S, hidden]`` or ``[S, B, hidden]`` as
             ``layout`` says.
         labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids, or ``ignore_index``.
@@ -204,7 +210,8 @@ def tiled_loss(
         top_k: only the k largest logits of a token stay in its softmax; see ``linear_logprobs``.
         top_p: of these, only the most probable stay, until their probabilities sum to this number.
         unfiltered: whether ``loss_of_tile`` is given log-probabilities without this filter too.
-        ignore_index: the label of tokens whose log-probability is 0, without a gradient.
+        ignore_index: the label of tokens whose log-probability is 0, without a gradient. With a
+            mask, no token that counts may have it.
         layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
 
     Returns:
@@ -224,13 +231,12 @@ def tiled_loss(
         the upstream gradient, in the dtypes of parameters and hidden.
     """
     leave_compiled_code()
-    statistics = Statistics(
-        temperature, entropy, top_k=top_k, top_p=top_p, unfiltered=unfiltered, ignore_index=ignore_index
-    )
-    check_tiled_call(lm_head, hidden, labels, tiles)
+    ignored = ignore_index if mask is None else UNTRAINED
+    statistics = Statistics(temperature, entropy, top_k=top_k, top_p=top_p, unfiltered=unfiltered, ignore_index=ignored)
+    check_tiled_call(lm_head, hidden, labels, tiles, runs_again=False)
     counted = None if mask is None else flatten_like("mask", as_mask("mask", mask, labels, "labels"), labels, layout)
     hidden, labels, _ = flatten_tokens(hidden, labels, layout)
-    own_labels = labels if counted is None else torch.where(counted, labels, ignore_index)
+    own_labels = labels if counted is None else as_labels_of(counted, labels, ignore_index)
     metrics = list[Metrics]()
 
     def in_forward(module: nn.Module, own: Tensor) -> Tensor:

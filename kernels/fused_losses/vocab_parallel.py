@@ -14,6 +14,7 @@ from torch import Tensor
 from fused_losses.arguments import check_integer, check_label_dtype
 from fused_losses.filtering import LogitFilter
 from fused_losses.lm_head import check_split, chunks_of
+from fused_losses.names import named
 from fused_losses.numerics import check_temperature
 from fused_losses.operators import Form, operator
 from fused_losses.passes import check_not_transformed, once_differentiable, without_autocast
@@ -52,6 +53,7 @@ class _Call:
         return torch.div(logits[tokens, : self.rows].to(dtype), self.stage.temperature)
 
 
+@named
 def vocab_parallel_logprobs(
     logits: Tensor,
     labels: Tensor,

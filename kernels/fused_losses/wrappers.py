@@ -191,13 +191,18 @@ def leaves_of(tensor: Tensor) -> Iterator[Tensor]:
         nodes += [following for following, _ in node.next_functions]
 
 
-def check_lm_head(lm_head: nn.Module) -> None:
+def check_lm_head(lm_head: nn.Module, *, runs_again: bool) -> None:
     """Checks that calling an lm-head once gathers all that its forward needs.
+
+    Args:
+        lm_head: the head.
+        runs_again: whether the head's forward runs a second time, in backward.
 
     Raises:
         ValueError: One call does not gather all; the head has hooks that expect logits; or it has
-            dropout, which backward would compute with other random numbers.
+            dropout and runs again, with other random numbers.
     """
+    again = runs_again and torch.is_grad_enabled()
     inner, wrapped_by_fsdp = lm_head, False
     while (wrapped := wrapped_module(inner)) is not None:
         wrapped_by_fsdp |= _is_a(inner, "FullyShardedDataParallel")
@@ -208,10 +213,12 @@ def check_lm_head(lm_head: nn.Module) -> None:
                 f"lm_head: its {name} has a wrapper of its own ({type(part).__name__}), which would gather and reduce "
                 "for every tile; wrap the whole head, or leave it to the wrapper of the model"
             )
-        if part.training and isinstance(part, nn.modules.dropout._DropoutNd) and part.p and torch.is_grad_enabled():
+        if again and part.training and isinstance(part, nn.modules.dropout._DropoutNd) and part.p:
             raise ValueError(
                 f"lm_head: its {name} drops out with probability {part.p}, with other random numbers in backward than "
-                "in forward; build the head without dropout (lora_dropout=0), or call eval() on that part"
+                "in forward; build the head without dropout (lora_dropout=0), call eval() on that part, or use "
+                "tiled_loss or tiled_grpo_loss, which run the head once for each token (if rho averages over "
+                "sequences, with old_logprobs)"
             )
     gathers_itself = wrapped_by_fsdp or _is_a(inner, "FSDPModule")
     parameters = [*inner.named_parameters(), *_views(inner)]

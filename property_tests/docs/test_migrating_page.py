@@ -32,13 +32,14 @@ TEXT = PAGE.read_text()
 MakeWorld = Callable[..., SimulatedWorld]
 Names = dict[str, Any]
 
-LINEAR_CE, DPO, PACKING, CLIPPED_PG, TILED, SFT, PROFILER, MEGATRON = (
+LINEAR_CE, DPO, PACKING, CLIPPED_PG, TILED, SFT, AREAL_DPO, PROFILER, MEGATRON = (
     "NeMo-RL: linear CE fusion",
     "NeMo-RL: DPO",
     "NeMo-RL: fused sequence packing",
     "NeMo-RL: clipped policy gradient",
     "open-instruct: tiled GRPO",
     "AReaL: SFT with context parallelism",
+    "AReaL: DPO",
     "AReaL: memory profiler",
     "Megatron models",
 )
@@ -181,6 +182,32 @@ def sft_of_pack(names: Names) -> Names:
     return {"loss": loss, "logged": {name: float(x) for name, x in statistics.items()}}
 
 
+def areal_dpo_of_pack(names: Names) -> Names:
+    """AReaL's order of steps: tokens without padding, ids and mask rolled, pairs that are whole."""
+    starts, old = names["cu_seqlens"].tolist(), names["old_cu_seqlens"].tolist()
+    lengths = [end - start for start, end in pairwise(old)][:-1]
+    kept = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=False)])
+    logits = (names["hidden"] @ names["weight"].T)[kept]
+    logprobs = dense_losses.token_logprobs(logits, names["input_ids"].roll(-1), names["temperature"])
+    mask = names["loss_mask"].roll(-1)
+    mask[torch.tensor(lengths).cumsum(0)[torch.tensor(lengths) > 0] - 1] = False
+    parts = torch.stack([logprobs - names["ref_logprobs"], torch.ones_like(logprobs)]) * mask
+    sums, tokens = torch.stack([part.sum(1) for part in parts.split(lengths, 1)], 1)
+    rewards = (sums / tokens.clamp(min=1) if names["loss_type"] == "ipo" else sums).view(-1, 2)
+    whole = torch.tensor(lengths).view(-1, 2).ne(0).all(1)
+    chosen, rejected = rewards[whole].T
+    beta, margin = names["beta"], chosen - rejected
+    losses = (margin - 1 / (2 * beta)) ** 2 if names["loss_type"] == "ipo" else -F.logsigmoid(beta * margin)
+    logged = {
+        "preference_loss": losses.mean(),
+        "accuracy": (chosen > rejected).double().mean(),
+        "rewards_chosen_mean": chosen.mean(),
+        "rewards_rejected_mean": rejected.mean(),
+        "num_valid_samples": whole.sum(),
+    }
+    return {"loss": losses.mean(), "logged": {name: x.item() for name, x in logged.items()}}
+
+
 def logprobs_of_model(names: Names) -> Names:
     ids = names["input_ids"]
     logprobs = names["model"](ids, names["position_ids"], None).log_softmax(-1)[:, :-1]
@@ -263,6 +290,7 @@ EXAMPLES = {
     CLIPPED_PG: Example(clipped_pg_of_logprobs, lambda n: [n["next_token_logprobs"]]),
     TILED: Example(grpo_of_rows, lambda n: [n["hidden_states"], n["lm_head"].weight]),
     SFT: Example(sft_of_pack, lambda n: [n["hidden"], n["weight"]], place_sft),
+    AREAL_DPO: Example(areal_dpo_of_pack, lambda n: [n["hidden"], n["weight"]], place_sft, parts=False),
     MEGATRON: Example(logprobs_of_model, lambda n: []),
 }
 of_examples = pytest.mark.parametrize("heading", EXAMPLES)
@@ -386,6 +414,12 @@ def test_other_layouts_that_the_page_names(
     test_calls_compute_what_the_original_s_rows_do(heading)
 
 
+def test_areal_s_ipo(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = setup_of
+    monkeypatch.setitem(globals(), "setup_of", lambda heading: plain(heading) | {"loss_type": "ipo"})
+    test_calls_compute_what_the_original_s_rows_do(AREAL_DPO)
+
+
 def test_a_head_that_is_a_weight_needs_no_tiles() -> None:
     names = run(TILED, setup_of(TILED))
     given = {name: names[name].flatten() for name in ("old_logprobs", "vllm_logprobs", "advantages")}
@@ -418,6 +452,10 @@ def test_a_head_that_is_a_weight_needs_no_tiles() -> None:
         (TILED, "    rho=RhoCorrection(),  # clamps at 2, as open-instruct does by default\n", ""),
         (SFT, "    epsilon=1e-5,\n", ""),
         (SFT, "loss_mask, shift=1)", "loss_mask, shift=0)"),
+        (AREAL_DPO, "loss_mask, shift=1)", "loss_mask, shift=0)"),
+        (AREAL_DPO, "ref_logprobs, shift=0)", "ref_logprobs, shift=1)"),
+        (AREAL_DPO, "pairs.repeat_interleave(2)", "torch.ones(6)"),
+        (AREAL_DPO, "2 * total_loss_weight", "total_loss_weight"),
         (MEGATRON, '    layout="sbh",\n', ""),
     ],
 )
@@ -452,6 +490,7 @@ TABLES: dict[str, list[Callable[..., Any]]] = {
         fused_losses.tiled_token_logprobs,
     ],
     SFT: [fused_losses.linear_sft_loss],
+    AREAL_DPO: [fused_losses.dpo_loss],
     PROFILER: [fused_losses.MemorySnapshots],
     MEGATRON: [fused_losses.backbone_and_lm_head],
 }
@@ -554,7 +593,13 @@ def test_defaults(heading: str) -> None:
 
 @pytest.mark.parametrize(
     ("heading", "loss"),
-    [(DPO, "dpo_loss"), (CLIPPED_PG, "clipped_pg_loss"), (TILED, "grpo_loss"), (SFT, "linear_sft_loss")],
+    [
+        (DPO, "dpo_loss"),
+        (AREAL_DPO, "dpo_loss"),
+        (CLIPPED_PG, "clipped_pg_loss"),
+        (TILED, "grpo_loss"),
+        (SFT, "linear_sft_loss"),
+    ],
 )
 def test_metrics_and_how_they_add_up(heading: str, loss: str) -> None:
     stated = dict[str, str]()

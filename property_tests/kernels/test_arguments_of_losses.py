@@ -14,22 +14,28 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fused_losses import (
     ClippedPGConfig,
+    Pack,
     RhoCorrection,
     RhoWeights,
     clipped_pg_loss,
     dpo_loss,
     grpo_loss,
+    linear_cross_entropy,
+    linear_sft_loss,
     rho_weights,
+    tiled_grpo_loss,
     unchecked_values,
+    vocab_parallel_cross_entropy,
 )
 from lossgate.losses.clipped_pg import ClippedPgLossOptions
 from lossgate.losses.dpo import DpoOptions
 from lossgate.losses.grpo import GrpoLossOptions, RhoOptions
 from property_tests.kernels.loss_inputs import GSPO, TRUNCATED, experience, pack, rollout
+from property_tests.kernels.packs import FakeGroup
 
 # Numbers
 
@@ -177,8 +183,9 @@ COUNTS = [
         (torch.tensor(nan), "nan: expected a finite number from 0"),
         (torch.tensor([4, 5]), r"\[2\]: expected a number, or a tensor with one"),
         (torch.tensor(True), "is torch.bool: expected a number"),
+        (torch.tensor(12.0).bfloat16(), "is torch.bfloat16, which rounds counts: expected integers, float32"),
     ],
-    ids=["negative", "nan", "two", "bool"],
+    ids=["negative", "nan", "two", "bool", "bfloat16"],
 )
 def test_bad_counts_in_tensors_are_refused(name: str, argument: str, count: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{argument} {message}"):
@@ -188,14 +195,172 @@ def test_bad_counts_in_tensors_are_refused(name: str, argument: str, count: Tens
 @pytest.mark.parametrize(("name", "argument"), COUNTS)
 def test_a_count_may_be_a_tensor_with_one_number(name: str, argument: str) -> None:
     call = CALLS[name][0]
-    expected = call(**{argument: 4})
-    for count in (4.0, torch.tensor(4), torch.tensor([4]), torch.tensor([[4.0]])):
+    expected = call(**{argument: 12})
+    for count in (12.0, torch.tensor(12), torch.tensor([12]), torch.tensor([[12.0]])):
         assert_same(call(**{argument: count}), expected)
 
 
 def test_counts_in_tensors_are_not_read_where_values_are_unchecked() -> None:
     with unchecked_values():
         dpo(valid_sequences=torch.tensor(-3))
+
+
+# Counts below those of the call
+
+
+LABELS = torch.arange(12) % 5
+
+
+def linear_ce(mask: Tensor, labels: Tensor = LABELS, **changes: Any) -> Any:
+    return linear_cross_entropy(*_hidden_and_weight(), labels, **{"mask": mask, "valid_tokens": 9, **changes})
+
+
+def parallel_ce(mask: Tensor, labels: Tensor = LABELS, **changes: Any) -> Any:
+    hidden, weight = _hidden_and_weight()
+    return vocab_parallel_cross_entropy(hidden @ weight.T, labels, **{"mask": mask, "valid_tokens": 9, **changes})
+
+
+def sft(mask: Tensor, labels: Tensor = LABELS, **changes: Any) -> Any:
+    given: dict[str, Any] = {"real": torch.ones(12), "sequence": pack()["sequence"], "sequences": 4, "valid_tokens": 9}
+    return linear_sft_loss(*_hidden_and_weight(), labels, **{**given, "mask": mask, **changes})
+
+
+def tiled(mask: Tensor, labels: Tensor = LABELS, **changes: Any) -> Any:
+    head = nn.Linear(4, 5, bias=False, dtype=torch.float64)
+    given: dict[str, Any] = {"advantages": torch.ones(12), "beta": 0, "valid_tokens": 9, "tiles": 3, "mask": mask}
+    return tiled_grpo_loss(head, _hidden_and_weight()[0], labels, **{**given, **changes})
+
+
+def _hidden_and_weight() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (12, 5))
+    return hidden, weight.requires_grad_()
+
+
+COUNTED: dict[str, tuple[Callable[..., Any], str, int]] = {
+    "linear_cross_entropy": (linear_ce, "valid_tokens", 9),
+    "vocab_parallel_cross_entropy": (parallel_ce, "valid_tokens", 9),
+    "linear_sft_loss": (sft, "valid_tokens", 9),
+    "tiled_grpo_loss": (tiled, "valid_tokens", 9),
+    "dpo_loss": (dpo, "valid_sequences", 4),
+    "grpo_loss": (grpo, "valid_tokens", 9),
+    "RhoWeights.metrics": (weights_metrics, "valid_tokens", 9),
+    "clipped_pg_loss, tokens": (clipped_pg, "valid_tokens", 9),
+    "clipped_pg_loss, sequences": (clipped_pg, "valid_sequences", 4),
+    "clipped_pg_loss, positive tokens": (clipped_pg, "positive_tokens", 4),
+}
+"""What is called, with a count, and how much of it is in the call."""
+of_counts = pytest.mark.parametrize("name", COUNTED)
+
+
+@of_counts
+@pytest.mark.parametrize("kind", [int, float, torch.tensor, lambda n: torch.tensor([float(n)])])
+def test_a_count_below_that_of_the_call_is_refused(name: str, kind: Callable[[int], Any]) -> None:
+    call, argument, own = COUNTED[name]
+    call(mask=pack()["mask"], **{argument: kind(own)})
+    for count in (own - 1, 0):
+        message = rf"^{argument} {count}: expected at least {own}, the (tokens|sequences) that count in this call; pass"
+        with pytest.raises(ValueError, match=message):
+            call(mask=pack()["mask"], **{argument: kind(count)})
+        with unchecked_values():
+            call(mask=pack()["mask"], **{argument: kind(count)})
+
+
+@of_counts
+def test_a_part_of_a_batch_has_its_count(name: str) -> None:
+    """A call may hold any part of it, also none. In float32, a mean over ranks lacks a little."""
+    call, argument, own = COUNTED[name]
+    for count in (own + 1, 1000 * own, torch.tensor(own / 3, dtype=torch.float32) * 3 * (1 - 1e-7)):
+        call(mask=pack()["mask"], **{argument: count})
+    call(mask=torch.zeros(12), **{argument: 0})
+
+
+@pytest.mark.parametrize("name", ["dpo_loss", "clipped_pg_loss, sequences"])
+def test_sequences_without_tokens_need_no_count(name: str) -> None:
+    """A trainer may count all sequences, or those with a token that counts."""
+    call, argument, _ = COUNTED[name]
+    call(mask=pack()["mask"] & (pack()["sequence"] < 2), **{argument: 2})
+    call(mask=pack()["mask"], sample_mask=torch.tensor([1, 1, 0, 0]), **{argument: 2})
+    call(mask=pack()["mask"], sample_mask=torch.tensor([1, 0, 0, 0]), **{argument: 1})
+
+
+@of_counts
+def test_what_is_in_the_call_is_read_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading waits for the device."""
+    call, argument, own = COUNTED[name]
+    read, plain = list[Tensor](), Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda x: (read.append(x), plain(x))[1])
+    call(mask=pack()["mask"], **{argument: own})
+    assert len(read) == 1
+
+
+# Labels that are none
+
+
+OF_LABELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "linear_cross_entropy": (linear_ce, {}),
+    "linear_cross_entropy, another index": (linear_ce, {"ignore_index": 2}),
+    "vocab_parallel_cross_entropy": (parallel_ce, {}),
+    "linear_sft_loss": (sft, {}),
+    "tiled_grpo_loss": (tiled, {}),
+    "tiled_grpo_loss, rho of sequences": (
+        tiled,
+        {
+            "sequence": pack()["sequence"],
+            "sequences": 4,
+            "vllm_logprobs": pack()["logprobs"],
+            "rho": RhoCorrection(rho_mask_sequence_level=True),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_LABELS)
+def test_a_token_that_counts_has_a_label(name: str) -> None:
+    call, given = OF_LABELS[name]
+    none = given.get("ignore_index", -100)
+    mask = pack()["mask"] & LABELS.ne(none)
+    call(mask, LABELS.masked_fill(~mask, none), **given)
+    labels = LABELS.masked_fill(torch.arange(12) == 3, none)
+    mask[3] = True
+    message = rf"^labels: token 3 has {none}, which is no label, but mask counts it; set mask to 0 there"
+    with pytest.raises(ValueError, match=message):
+        call(mask, labels, **given)
+    with unchecked_values():
+        found = call(mask, labels, **given)
+    loss = found if isinstance(found, Tensor) else found[0]
+    assert loss.isnan() == (none == -100)  # not a mean over fewer tokens
+
+
+# The split of a pack
+
+
+OF_PACKS: dict[str, Callable[..., Any]] = {
+    "dpo_loss": dpo,
+    "clipped_pg_loss": lambda **given: clipped_pg(positive_tokens=12, **given),
+    "clipped_pg_loss, GSPO": lambda **given: clipped_pg(config=ClippedPGConfig(**GSPO), **given),
+    "linear_sft_loss": lambda **given: sft(pack()["mask"], **given),
+    "rho_weights": weights,
+    "grpo_loss": lambda **given: grpo(rho=RhoCorrection(rho_mask_sequence_level=True), **given),
+    "tiled_grpo_loss": lambda **given: tiled(
+        pack()["mask"], **OF_LABELS["tiled_grpo_loss, rho of sequences"][1] | given
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_PACKS)
+@pytest.mark.parametrize(("made_with", "given"), [(2, None), (2, 4), (1, 2)])
+def test_the_loss_has_the_ranks_of_its_pack(name: str, made_with: int, given: int | None) -> None:
+    """Without them it would take a rank's part of each sequence for the whole."""
+    made, passed = (n and FakeGroup(n, 0) for n in (made_with, given))
+    lengths = torch.tensor([0, 4, 4, 8, 12]) * made_with
+    sequence = Pack.of(lengths, cp_group=made).sequence  # type: ignore[arg-type]
+    message = (
+        rf"^cp_group {'of . ranks' if given else 'None'}: expected one of {made_with}, since sequence is that of a"
+    )
+    with pytest.raises(ValueError, match=message):
+        OF_PACKS[name](sequence=sequence, cp_group=passed)
+    OF_PACKS[name](sequence=sequence.clone())
 
 
 # Other settings
@@ -446,6 +611,24 @@ def test_a_tensor_that_is_needed_is_named_if_it_is_missing(name: str, argument: 
     else:
         with pytest.raises(ValueError, match=f"^{argument} (None: expected|.*is missing)"):
             CALLS[name][0](**{argument: None})
+
+
+CONSTANTS = [
+    (name, argument)
+    for name in ("dpo_loss", "grpo_loss", "clipped_pg_loss")
+    for argument in signature(CALLS[name][1]).parameters
+    if argument.endswith(("_logprobs", "advantages")) and argument != "unfiltered_logprobs"
+]
+
+
+@pytest.mark.parametrize(("name", "argument"), CONSTANTS)
+def test_no_gradient_flows_to_constants(name: str, argument: str) -> None:
+    """The policy itself as the old one would have a ratio of 1 and no gradient."""
+    constant = torch.zeros(12, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match=rf"^{argument} needs a gradient: .*, or pass {argument}.detach\(\)"):
+        CALLS[name][0](**{argument: constant})
+    with torch.no_grad():  # as in an evaluation
+        CALLS[name][0](**{argument: constant})
 
 
 @pytest.mark.parametrize(

@@ -109,10 +109,10 @@ def clipped_pg(config: str) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
             mask=pack.from_rows(rows.mask, shift=1),
             sequence=pack.sequence,
             sample_mask=sample_mask,
-            valid_tokens=7,
-            valid_sequences=4,
+            valid_tokens=20,
+            valid_sequences=6,
             rewards=rewards,
-            positive_tokens=5,
+            positive_tokens=20,
             config=CONFIGS[config],
             cp_group=cp_group,
         )

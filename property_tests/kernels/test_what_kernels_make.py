@@ -80,7 +80,7 @@ def _sft(batch: Batch) -> Tensor:
         "real": batch.mask,
         "sequence": batch.sequence,
         "sequences": 4,
-        "valid_tokens": 7,
+        "valid_tokens": 10**6,
     }
     return linear_sft_loss(*batch.head, chunk=CHUNK, **given)[0]
 
@@ -100,9 +100,9 @@ def _dpo(batch: Batch) -> Tensor:
 
 
 def _grpo(batch: Batch, logprobs: Tensor) -> Tensor:
-    return grpo_loss(logprobs, advantages=batch.other, mask=batch.mask, valid_tokens=7, reference_logprobs=batch.other)[
-        0
-    ]
+    return grpo_loss(
+        logprobs, advantages=batch.other, mask=batch.mask, valid_tokens=10**6, reference_logprobs=batch.other
+    )[0]
 
 
 def _tiled_grpo(batch: Batch) -> Tensor:
@@ -116,14 +116,14 @@ def _tiled_grpo(batch: Batch) -> Tensor:
 def _tiled_grpo_in_one_pass(batch: Batch) -> Tensor:
     given: dict[str, Any] = {"advantages": batch.other, "mask": batch.mask, "reference_logprobs": batch.other}
     head, tiles = nn.Linear(WIDTH, VOCAB), -(-len(batch.labels) // CHUNK)
-    return tiled_grpo_loss(head, batch.hidden, batch.labels, tiles=tiles, valid_tokens=7, **given)[0]
+    return tiled_grpo_loss(head, batch.hidden, batch.labels, tiles=tiles, valid_tokens=10**6, **given)[0]
 
 
 def _clipped_pg(batch: Batch) -> Tensor:
     config = ClippedPGConfig(token_level_loss=False, sequence_level_importance_ratios=True)
     others = dict.fromkeys(("prev_logprobs", "generation_logprobs", "reference_logprobs", "advantages"), batch.other)
     where: dict[str, Any] = {"mask": batch.mask, "sequence": batch.sequence, "sample_mask": batch.sample_mask}
-    return clipped_pg_loss(batch.logprobs(), **others, **where, valid_tokens=7, valid_sequences=4, config=config)[0]
+    return clipped_pg_loss(batch.logprobs(), **others, **where, valid_tokens=10**6, valid_sequences=4, config=config)[0]
 
 
 PROGRAMS: dict[str, Callable[[Batch], Tensor]] = {
@@ -227,7 +227,7 @@ def _sequence_grpo(batch: Batch, logprobs: Tensor, cp_group: Any) -> Tensor:
     given: dict[str, Any] = {
         "advantages": batch.other,
         "mask": batch.mask,
-        "valid_tokens": 7,
+        "valid_tokens": 10**6,
         "beta": 0.0,
         "vllm_logprobs": batch.other,
     }
@@ -252,7 +252,7 @@ OVER_CP: dict[str, tuple[Callable[[Batch, Tensor, Any], Tensor], list[str]]] = {
             **dict.fromkeys(("prev_logprobs", "generation_logprobs", "reference_logprobs", "advantages"), b.other),
             **_where(b),
             sample_mask=b.sample_mask,
-            valid_tokens=7,
+            valid_tokens=10**6,
             valid_sequences=4,
             config=ClippedPGConfig(token_level_loss=False, sequence_level_importance_ratios=True),
             cp_group=group,
