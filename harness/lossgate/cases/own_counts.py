@@ -57,7 +57,8 @@ def weights_of_calls(
             )
         if not read and number != LOSS:
             continue
-        whole = tuple(axis for axis, how in candidate.placements(number).items() if how == "replicate")
+        axes: list[Axis] = [axis for axis, how in candidate.placements(number).items() if how == "replicate"]
+        whole = tuple(axes)
         if whole not in of_axes:
             of_axes[whole] = _with_own(whole, bound, batch, returned)
         with_own = of_axes[whole]
