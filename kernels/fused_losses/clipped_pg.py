@@ -44,7 +44,7 @@ def clipped_pg_loss(
     Args:
         logprobs: ``[tokens]``, log-probabilities of the labels of this rank's tokens, from
             ``linear_logprobs``; gradients flow. A token that top-k or top-p filtering leaves out
-            has -inf here; it is not part of the policy loss.
+            has -inf here; it is not part of the policy loss, unless ``filtered_tokens`` says so.
         prev_logprobs: ``[tokens]``, log-probabilities under the policy before the update.
         generation_logprobs: ``[tokens]``, under the policy that generated the tokens.
         advantages: ``[tokens]``.
@@ -96,6 +96,8 @@ def clipped_pg_loss(
         x.to(c.dtype) for x in (prev_logprobs, generation_logprobs, advantages)
     )
     p = c.detach() if o.force_on_policy_ratio else prev_logprobs
+    if o.filtered_tokens == "zero":
+        c, p = (x.masked_fill(x == -torch.inf, 0.0) for x in (c, p))
     counted = mask & sample_mask[sequence]
     scored = counted & (p != -torch.inf)
     acting = (scored if o.has_ratio else counted) & (c != -torch.inf)
