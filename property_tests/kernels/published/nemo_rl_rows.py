@@ -129,6 +129,18 @@ def clipped_pg_on_rows(
     return loss, metrics
 
 
+def normalisations(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns by which count NeMo-RL says that each metric is divided; its "none" is left out."""
+    get = {**_DEFAULTS, **config}.__getitem__
+    of_tokens = ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error")
+    found = dict.fromkeys((*of_tokens, "js_divergence_error", "approx_entropy"), "tokens")
+    found["kl_penalty"] = "tokens" if get("token_level_loss") else "sequences"
+    found["sampling_importance_ratio"] = "sequences" if get("sequence_level_importance_ratios") else "tokens"
+    if kind := get("truncated_importance_sampling_type"):
+        found["is_oob_ratio"] = "sequences" if kind == "seq-mask-tis" else "tokens"
+    return found
+
+
 def _kl(d: Tensor, kind: str) -> Tensor:
     return {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - 1 - d}[kind]
 

@@ -2,7 +2,8 @@
 """``filtered_tokens="zero"`` gives NeMo-RL's numbers where top-k or top-p filters labels out.
 
 There (NVIDIA-NeMo/RL, ``mask_out_neg_inf_logprobs``), such a token has the log-probability 0 and
-stays in the mask and in all counts. ``nemo_rl_rows.py`` has the whole loss on rows.
+stays in the mask and in all counts. ``nemo_rl_rows.py`` has the whole loss on rows, and the counts
+that divide its metrics (``metric_normalizations``).
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from lossgate.worlds import RankContext, SimulatedWorld
 from property_tests.kernels.packs import starts
 from property_tests.kernels.published.clipped_pg_by_hand import GSPO, WEIGHTED, truncated
 from property_tests.kernels.published.comparison import assert_agrees
-from property_tests.kernels.published.nemo_rl_rows import clipped_pg_on_rows, without_filtered
+from property_tests.kernels.published.nemo_rl_rows import clipped_pg_on_rows, normalisations, without_filtered
 
 MakeWorld = Callable[..., SimulatedWorld]
 
@@ -147,6 +148,7 @@ def test_filtered_tokens_count_as_in_nemo_rl(make_world: MakeWorld, name: str, l
     for _, _, metrics in results:
         found = {name: metrics[name] for name in expected}
         assert metrics.keys() - found.keys() == {"js_divergence_error"}
+        assert metrics.normalisers == {name: f"valid_{count}" for name, count in normalisations(config).items()}
         if config.get("sequence_level_importance_ratios"):
             # Theirs is too large by the number of sequences in the call.
             found["sampling_importance_ratio"] = len(LENGTHS) * found["sampling_importance_ratio"]
