@@ -35,8 +35,8 @@ class Metrics(Mapping[str, Tensor]):
     ``Metrics()`` has no names. It is neutral in a sum, as is 0, and an extremum over nothing is
     neutral too. So every call of a loss returns the same names, also without any token.
 
-    ``normalisers`` says which count of the whole batch has divided a number. Where that count is not
-    known before the last microbatch, ``divided_by`` divides afterwards.
+    ``normalisers`` says which count of the whole batch has divided a number. Where that count is
+    not known before the last microbatch, ``divided_by`` divides afterwards.
 
     Numbers have the dtype in which they were computed. Additions are done in float64.
 
