@@ -542,7 +542,13 @@ def _clipped_pg(tokens: TokenLogprobs, inputs: ClippedPgHidden, options: Clipped
         valid_sequences=inputs.valid_sequences,
         rewards=inputs.rewards,
         positive_tokens=inputs.positive_tokens,
-        config=ClippedPGConfig(**{field.name: getattr(options, field.name) for field in fields(ClippedPGConfig)}),
+        config=ClippedPGConfig(
+            **{
+                field.name: getattr(options, field.name)
+                for field in fields(ClippedPGConfig)
+                if hasattr(options, field.name)
+            }
+        ),
         cp_group=mesh.get_group("cp"),
     )
     return Outputs(loss=loss, metrics=metrics)

@@ -4,6 +4,7 @@
 It covers PPO, GRPO, DAPO, REINFORCE, GSPO and CISPO; clipped_pg_config.py has its options.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log
 from typing import Any
@@ -54,7 +55,7 @@ def clipped_pg_loss(
     Args:
         logprobs: ``[tokens]``, log-probabilities of the labels of this rank's tokens, from
             ``linear_logprobs``; gradients flow. A token that top-k or top-p filtering leaves out
-            has -inf here; it is not part of the policy loss.
+            has -inf here; it is not part of the policy loss, unless ``filtered_tokens`` says so.
         generation_logprobs: ``[tokens]``, under the policy that generated the tokens.
         advantages: ``[tokens]``.
         mask: ``[tokens]`` of bool, or of numbers 0 and 1: the tokens that count. Values at other
@@ -79,7 +80,8 @@ def clipped_pg_loss(
     Returns:
         The loss, a scalar, and ``Metrics``. They are this rank's parts and add up over dp, cp and
         microbatches, as do gradients. All metrics are sums, except ``.._min`` and ``.._max``, which
-        are reduced by minimum and maximum and are infinite without tokens.
+        are reduced by minimum and maximum and are infinite without tokens. ``normalisers`` has the
+        count that divides each.
         Metrics: ``kl_penalty`` (reduced like the loss), ``probs_ratio{,_clamped}{,_min,_max}``,
         ``approx_entropy``, ``token_mult_prob_error``, ``gen_kl_error``, ``policy_kl_error``,
         ``js_divergence_error``, ``sampling_importance_ratio``, ``is_oob_ratio`` (with a
@@ -110,6 +112,8 @@ def clipped_pg_loss(
     o, c = config, logprobs
     generation_logprobs, advantages = generation_logprobs.to(c.dtype), advantages.to(c.dtype)
     p = c.detach() if o.force_on_policy_ratio or prev_logprobs is None else prev_logprobs.to(c.dtype)
+    if o.filtered_tokens == "zero":
+        c, p = (x.masked_fill(x == -torch.inf, 0.0) for x in (c, p))
     counted = mask & sample_mask[sequence]
     scored = counted & (p != -torch.inf)
     acting = (scored if o.has_ratio else counted) & (c != -torch.inf)
@@ -164,7 +168,21 @@ def clipped_pg_loss(
     metrics |= _range("probs_ratio", ratio, tokens) | _range("probs_ratio_clamped", clamped, tokens) | weight_metrics
     metrics |= _distances(_at(acting, c), _at(scored, p), generation_logprobs, tokens, o)
     minima, maxima = ([name for name in metrics if name.endswith(end)] for end in ("_min", "_max"))
-    return loss, Metrics(metrics, minima=minima, maxima=maxima)
+    return loss, Metrics(metrics, minima=minima, maxima=maxima, normalisers=_normalisers(metrics, o))
+
+
+def _normalisers(metrics: Iterable[str], o: ClippedPGConfig) -> dict[str, str]:
+    """Returns which count of the whole batch divides each metric."""
+    of_loss = "valid_tokens" if o.token_level_loss else "valid_sequences"
+    others = {"kl_penalty": of_loss, "positive_nll_loss": "", "num_valid_samples": ""}
+    if o.positive_example_nll_weight and o.positive_nll_normaliser == "global":
+        others["positive_nll_loss"] = "positive_tokens"
+    if o.sequence_level_importance_ratios:
+        others["sampling_importance_ratio"] = "valid_sequences"
+    if o.truncated_importance_sampling_type == "seq-mask-tis":
+        others["is_oob_ratio"] = "valid_sequences"
+    found = {name: others.get(name, "valid_tokens") for name in metrics if not name.endswith(("_min", "_max"))}
+    return {name: count for name, count in found.items() if count}
 
 
 def _at(where: Tensor, x: Tensor) -> Tensor:

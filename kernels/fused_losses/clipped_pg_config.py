@@ -85,6 +85,13 @@ class ClippedPGConfig:
     tokens in this call, over ``cp_group``, as in NeMo-RL. The losses of data-parallel ranks and
     microbatches then do not add up to the loss of the batch.
     """
+    filtered_tokens: Literal["left_out", "zero"] = "left_out"
+    """What becomes of a token whose c or p is -inf, because top-k or top-p filtered its label out.
+
+    ``"left_out"``: it is not part of what is computed of that number. ``"zero"``: that number is 0,
+    without gradient, and the token counts, as in NeMo-RL. Its ratio is then exp(-p), exp(c) or 1,
+    and its importance weight exp(-g) if p is -inf.
+    """
     epsilon: float = 0.0
     """Is added to divisors; 1e-8 in NeMo-RL. If it is 0, a mean over nothing is 0."""
 
@@ -132,6 +139,7 @@ _CHOICES = {
     "reference_policy_kl_type": ("k1", "k2", "k3"),
     "truncated_importance_sampling_type": (None, "tis", "icepop", "seq-mask-tis"),
     "positive_nll_normaliser": ("global", "local"),
+    "filtered_tokens": ("left_out", "zero"),
 }
 _WEIGHTS = (
     "ratio_clip_min",

@@ -137,8 +137,10 @@ def dpo_loss(
         "rewards_rejected_mean": mean(rejected),
         "num_valid_samples": sample_mask.sum() / 2,
     }
-    own = is_first(cp_group)  # Every rank of the group holds the whole, and a sum counts it once.
-    return loss, Metrics({name: value if own else torch.zeros_like(value) for name, value in metrics.items()})
+    normalisers = dict.fromkeys(metrics.keys() - {"num_valid_samples"}, "valid_sequences")
+    if not is_first(cp_group):  # Every rank of the group holds the whole, and a sum counts it once.
+        metrics = {name: torch.zeros_like(value) for name, value in metrics.items()}
+    return loss, Metrics(metrics, normalisers=normalisers)
 
 
 def _as_masks_of_pairs(sample_mask: Tensor, like: Tensor) -> Tensor:

@@ -156,7 +156,8 @@ def grpo_loss(
     }
     metrics |= weights.means(mask, count)
     minima, maxima = ([name] if name in metrics else [] for name in ("rho_min", "rho_max"))
-    return loss, Metrics(metrics, minima=minima, maxima=maxima)
+    normalisers = dict.fromkeys(metrics.keys() - {"rho_min", "rho_max"}, "valid_tokens")
+    return loss, Metrics(metrics, minima=minima, maxima=maxima, normalisers=normalisers)
 
 
 class _Select:

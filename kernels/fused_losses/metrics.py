@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_losses.arguments import as_mask, values_are_checked
+from fused_losses.arguments import as_mask, check_number, values_are_checked
+from fused_losses.numerics import divisor
 from fused_losses.ranks import alone
 
 _SENT_TOGETHER = 64
@@ -34,6 +35,9 @@ class Metrics(Mapping[str, Tensor]):
     ``Metrics()`` has no names. It is neutral in a sum, as is 0, and an extremum over nothing is
     neutral too. So every call of a loss returns the same names, also without any token.
 
+    ``normalisers`` says which count of the whole batch has divided a number. Where that count is
+    not known before the last microbatch, ``divided_by`` divides afterwards.
+
     Numbers have the dtype in which they were computed. Additions are done in float64.
 
     Args:
@@ -42,10 +46,12 @@ class Metrics(Mapping[str, Tensor]):
         minima: names of metrics that are reduced by minimum.
         maxima: names of metrics that are reduced by maximum.
         means: the name of the count for each metric that is a mean. All other metrics are sums.
+        normalisers: for sums that are divided by a count of the whole batch already, the argument
+            of the loss that has this count, such as ``"valid_tokens"``.
 
     Raises:
-        ValueError: A name is unknown or has two reductions, a count is not a sum, or a value is not
-            one number; the message names it.
+        ValueError: A name is unknown or has two reductions, a count or a metric with a normaliser
+            is not a sum, or a value is not one number; the message names it.
     """
 
     def __init__(
@@ -55,10 +61,15 @@ class Metrics(Mapping[str, Tensor]):
         minima: Iterable[str] = (),
         maxima: Iterable[str] = (),
         means: Mapping[str, str] | None = None,
+        normalisers: Mapping[str, str] | None = None,
     ) -> None:
         values, self._counts = dict(values or {}), dict(means or {})
         declared = {"min": tuple(minima), "max": tuple(maxima), "mean": tuple(self._counts)}
         self._kinds = _kinds(values, declared, self._counts)
+        self._normalisers = dict(normalisers or {})
+        for name in self._normalisers:
+            if self._kinds.get(name) != "sum":
+                raise ValueError(f"normalisers {{{name!r}: ...}}: expected the name of a sum among the values")
         # Sums and means come first, then minima, then maxima, whatever the order of the arguments.
         added, lowest, largest = (
             sorted(name for name, kind in self._kinds.items() if kind in kinds)
@@ -109,6 +120,48 @@ class Metrics(Mapping[str, Tensor]):
             name: f"mean over {self._counts[name]}" if kind == "mean" else kind for name, kind in self._kinds.items()
         }
 
+    @property
+    def normalisers(self) -> dict[str, str]:
+        """The count of the whole batch that divides each metric, by the name of the loss's
+        argument.
+
+        Metrics that no such count divides are left out: raw counts, extrema, and means over another
+        metric. NeMo-RL calls this ``metric_normalizations``.
+        """
+        return dict(self._normalisers)
+
+    def divided_by(self, **counts: Tensor | float) -> Self:
+        """Divides each metric by the count that is its normaliser.
+
+        This is for steps that compute losses before they know the counts of the whole batch. Give
+        the losses any other count, and this method the true count divided by that one.
+
+        Args:
+            counts: for each of ``normalisers`` a number from 0, or a tensor with one such number. A
+                mean over nothing stays 0. Other counts are ignored.
+
+        Returns:
+            The metrics in float64, without normalisers.
+
+        Raises:
+            ValueError: A count is missing, or is no such number.
+        """
+        for name, needed in self._normalisers.items():
+            if needed not in counts:
+                raise ValueError(f"{needed} is missing: expected the count of the whole batch, which divides {name}")
+        divisors = torch.ones_like(self._parts, dtype=torch.float64)
+        for name, count in counts.items():
+            if not isinstance(count, Tensor):
+                check_number(name, count, least=0, otherwise="or a tensor with one such number")
+            elif count.numel() != 1:
+                raise ValueError(f"{name} {list(count.shape)}: expected a number, or a tensor with one")
+            by = divisor(torch.as_tensor(count, dtype=torch.float64, device=divisors.device).detach().reshape(()))
+            for metric in (metric for metric, needed in self._normalisers.items() if needed == name):
+                divisors[self._places[metric]] = by
+        made = self._with(self._parts.double() / divisors)
+        made._normalisers = {}
+        return made
+
     def __getitem__(self, name: str) -> Tensor:
         part = self._parts[self._places[name]]
         if name not in self._counts:
@@ -130,8 +183,8 @@ class Metrics(Mapping[str, Tensor]):
         """Merges the metrics of two microbatches.
 
         Raises:
-            ValueError: They have different names or reductions, or were reduced over different
-                ranks.
+            ValueError: They have different names, reductions or normalisers, or were reduced over
+                different ranks.
         """
         if not isinstance(other, Metrics):
             return self if other == 0 else NotImplemented  # sum() starts from 0.
@@ -142,6 +195,12 @@ class Metrics(Mapping[str, Tensor]):
             raise ValueError(
                 f"{', '.join(odd)}: expected the same metrics, with the same reductions, on both sides of +; "
                 "join the metrics of two losses with |"
+            )
+        if self._normalisers != other._normalisers:
+            odd = sorted({name for name, _ in self._normalisers.items() ^ other._normalisers.items()})
+            raise ValueError(
+                f"{', '.join(odd)}: expected the same normalisers on both sides of +; add microbatches up, and call "
+                "divided_by once"
             )
         self._check_ranks(other)
         return self._with(_merged(torch.stack([self._parts.double(), other._parts.double()]), self._sizes))
@@ -218,7 +277,8 @@ class Metrics(Mapping[str, Tensor]):
                 f"group of ranks {ranks}: the metrics of rank {', '.join(map(str, sorted(twice)))} are included "
                 "already and would count twice; expected a group with other ranks; reduce over each group once"
             )
-        mark = float(crc32(repr(sorted(self.reductions.items())).encode()))
+        known = sorted(self.reductions.items()), sorted(self._normalisers.items())
+        mark = float(crc32(repr(known).encode()))
         sent = self._parts.new_zeros(-(-(1 + len(self)) // _SENT_TOGETHER) * _SENT_TOGETHER)
         sent[0], sent[1 : 1 + len(self)] = mark, self._parts
         gathered = sent.new_empty(len(ranks), len(sent))
@@ -256,6 +316,7 @@ def _joined(every: Sequence[Metrics], prefix: str = "") -> Metrics:
         minima=of_kind("min"),
         maxima=of_kind("max"),
         means={f"{prefix}{name}": f"{prefix}{count}" for one in every for name, count in one._counts.items()},
+        normalisers={f"{prefix}{name}": count for one in every for name, count in one._normalisers.items()},
     )
     joined._ranks = joined._ranks.union(*(one._ranks for one in every))
     return joined

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_losses import zigzag
-from fused_losses.arguments import mark_as_split
+from fused_losses.arguments import check_integer, mark_as_split
 from fused_losses.packed_lengths import PackedLengths
 from fused_losses.ranks import alone
 from fused_losses.token_layouts import TokenLayout, check_layout
+
+_SHIFTS = "or 1 for entries that belong to the next token, or more for tokens further ahead"
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ class Pack:
             shift: 1 if rows describe a token, while the pack needs the prediction of the next one:
                 ids for ``labels``, token masks, and NeMo-RL's advantages and log-probabilities with
                 a leading 0. 0 if rows are shifted already, or if each token keeps its own entry, as
-                with hidden states. Rows of ``width - 1`` predictions need a last column, from
+                with hidden states. 1 + k for ids and masks of multi-token prediction at depth k.
+                Rows of ``width - 1`` predictions need a last column, from
                 ``torch.nn.functional.pad``.
             fill: the value of tokens without an entry.
 
@@ -154,9 +157,9 @@ class Pack:
             ``[tokens, ...]``, in the dtype of rows.
 
         Raises:
-            ValueError: ``rows`` do not match the sequences, or ``shift`` is no shift.
+            ValueError: ``rows`` do not match the sequences, or ``shift`` is no integer from 0.
         """
-        _check_shift(shift)
+        check_integer("shift", shift, least=0, otherwise=_SHIFTS)
         column = self.position + shift
         here = column < self.lengths[self.sequence]
         packed = self._packed(rows)
@@ -171,7 +174,7 @@ class Pack:
         found = values[tuple(torch.where(here, i, 0) for i in at)]
         return found.masked_fill(~here.view(-1, *[1] * (found.dim() - 1)), fill)
 
-    def labels(self, input_ids: Tensor, fill: int = -100) -> Tensor:
+    def labels(self, input_ids: Tensor, fill: int = -100, *, shift: int = 1) -> Tensor:
         """Returns the id of the next token for each of this rank's tokens.
 
         Ids are shifted before the split, so the end of a rank's piece has the right label.
@@ -179,6 +182,8 @@ class Pack:
         Args:
             input_ids: ``[B, width]``, ``[T]`` or ``[1, T]`` integers, as ``from_rows`` takes them.
             fill: the label where there is no next token; ``linear_cross_entropy`` ignores -100.
+            shift: how far ahead the label is: 1 for the next token, 1 + k for multi-token
+                prediction at depth k.
 
         Returns:
             ``[tokens]``, in the dtype of ``input_ids``.
@@ -188,7 +193,8 @@ class Pack:
         """
         if input_ids.dtype not in (torch.int16, torch.int32, torch.int64):
             raise ValueError(f"input_ids of {input_ids.dtype}: expected ids in int64, int32 or int16; call .long()")
-        labels = self.from_rows(input_ids, shift=1, fill=fill)
+        check_integer("shift", shift, least=1, otherwise="tokens ahead; 1 for the next token")
+        labels = self.from_rows(input_ids, shift=shift, fill=fill)
         if labels.dim() != 1:
             raise ValueError(
                 f"input_ids {list(input_ids.shape)}: expected one id for each token, as [B, width], [T] or [1, T]"
@@ -267,7 +273,7 @@ class Pack:
             cp_group: the group that ``Pack.of`` was given.
             shift: 1 if the number of a token is about the next token and belongs in the next
                 token's column, as in NeMo-RL's ``prev_logprobs``; the first column is then 0. 0 if
-                it stays in the token's own column.
+                it stays in the token's own column. As many columns as ``shift`` says are 0.
 
         Returns:
             ``[rows, width, ...]``, with the number of position t of sequence b at
@@ -279,7 +285,7 @@ class Pack:
         Collectives:
             Those of ``gather``.
         """
-        _check_shift(shift)
+        check_integer("shift", shift, least=0, otherwise=_SHIFTS)
         if width < self.longest:
             raise ValueError(
                 f"width {width}: the longest sequence has {self.longest} tokens; expected at least as many columns. "
@@ -305,11 +311,6 @@ class Pack:
         if rows.dim() == 1 or (rows.dim() > 1 and rows.shape[0] != self.rows):
             return (rows, starts[len(rows)]) if len(rows) in starts else None
         return None
-
-
-def _check_shift(shift: int) -> None:
-    if shift not in (0, 1):
-        raise ValueError(f"shift {shift}: expected 0, or 1 for entries that belong to the next token")
 
 
 def _without_batch(x: Tensor, tokens: int) -> Tensor:

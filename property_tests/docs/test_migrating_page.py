@@ -446,7 +446,7 @@ def test_a_head_that_is_a_weight_needs_no_tiles() -> None:
         (PACKING, "    unfiltered_logprobs=tokens.unfiltered_logprobs,\n", ""),
         (PACKING, "advantages, shift=1)", "advantages, shift=0)"),
         (PACKING, "    temperature=temperature,\n", ""),
-        (CLIPPED_PG, ", epsilon=1e-8", ""),
+        (CLIPPED_PG, '"epsilon": 1e-8, ', ""),
         (CLIPPED_PG, '"local"', '"global"'),
         (TILED, "    loss_scale=world_size // sequence_parallel_size,\n", ""),
         (TILED, "    rho=RhoCorrection(),  # clamps at 2, as open-instruct does by default\n", ""),

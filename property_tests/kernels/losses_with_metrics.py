@@ -65,7 +65,13 @@ VALID, VALID_SEQUENCES = int(Batch.whole().mask.sum()), SEQUENCES
 def _dpo(b: Batch, group: Any) -> Metrics:
     given: dict[str, Any] = {"sequence": b.sequence, "sample_mask": torch.ones(b.sequences, dtype=torch.bool)}
     return dpo_loss(
-        b.numbers[0], b.numbers[1], mask=b.mask, **given, valid_sequences=SEQUENCES, sft_loss_weight=0.5, cp_group=group
+        b.numbers[0],
+        b.numbers[1],
+        mask=b.mask,
+        **given,
+        valid_sequences=VALID_SEQUENCES,
+        sft_loss_weight=0.5,
+        cp_group=group,
     )[1]
 
 

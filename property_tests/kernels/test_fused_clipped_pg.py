@@ -77,7 +77,8 @@ def kernel(given: dict[str, Any], **changes: Any) -> Outcome:
 def reference(given: dict[str, Any]) -> Outcome:
     rest = {name: x for name, x in given.items() if name != "config"}
     counts = {name: torch.tensor(given[name]) for name in ("valid_tokens", "valid_sequences", "positive_tokens")}
-    loss, metrics = clipped_pg(**{**rest, **counts}, options=ClippedPgOptions(**vars(given["config"])))
+    options = {name: x for name, x in vars(given["config"]).items() if name != "filtered_tokens"}
+    loss, metrics = clipped_pg(**{**rest, **counts}, options=ClippedPgOptions(**options))
     del metrics["loss"]  # the loss itself
     return loss, metrics, _gradients(loss, given)
 

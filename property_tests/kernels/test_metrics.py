@@ -20,7 +20,8 @@ from lossgate.engine.settings import Settings
 from lossgate.worlds import RankContext, SimulatedWorld
 from property_tests.kernels.our_candidates import OURS
 
-from .losses_with_metrics import LOSSES, SEQUENCES, Batch
+from . import losses_with_metrics
+from .losses_with_metrics import LOSSES, SEQUENCES, VALID, VALID_SEQUENCES, Batch
 
 MakeWorld = Callable[..., SimulatedWorld]
 CLOSE: dict[str, float] = {"rtol": 1e-12, "atol": 1e-12}
@@ -108,6 +109,10 @@ def test_metrics_of_two_losses_are_joined() -> None:
     assert joined.reductions["old/b_avg"] == "mean over old/n"
 
 
+def of_tokens() -> Metrics:
+    return Metrics({"a": 1.0}, normalisers={"a": "n"})
+
+
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "another name": (lambda: small() + Metrics({"c": 1.0}), r"a, b_avg, c, high, low, n: expected the same metrics"),
     "another reduction": (
@@ -120,6 +125,17 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown count": (lambda: Metrics({"a": 1.0}, means={"a": "n"}), "means {'a': 'n'}: expected the name of a sum"),
     "a mean as count": (lambda: Metrics({"a": 1.0}, means={"a": "a"}), "means {'a': 'a'}: expected the name of a sum"),
     "several numbers": (lambda: Metrics({"a": torch.ones(3)}), r"a \[3\]: expected one number; sum it"),
+    "a normaliser of a minimum": (
+        lambda: Metrics({"a": 1.0}, minima=["a"], normalisers={"a": "n"}),
+        "normalisers {'a': ...}: expected the name of a sum",
+    ),
+    "other normalisers": (
+        lambda: of_tokens() + of_tokens().divided_by(n=2),
+        "a: expected the same normalisers on both sides of .; add microbatches up, and call divided_by once",
+    ),
+    "a count that is missing": (lambda: of_tokens().divided_by(m=2), "n is missing: expected the count of the whole"),
+    "a negative count": (lambda: of_tokens().divided_by(n=-2), "n -2: expected a finite number from 0"),
+    "several counts": (lambda: of_tokens().divided_by(n=torch.ones(2)), r"n \[2\]: expected a number"),
 }
 
 
@@ -182,7 +198,15 @@ def test_no_rank_counts_twice(make_world: MakeWorld, name: str) -> None:
     assert len(make_world("dp=2,cp=2").run(body)) == 4
 
 
-@pytest.mark.parametrize("other", [Metrics(), Metrics({"a": 1.0}), small().prefixed("x")])
+@pytest.mark.parametrize(
+    "other",
+    [
+        Metrics(),
+        Metrics({"a": 1.0}),
+        small().prefixed("x"),
+        Metrics(small(), minima=["low"], maxima=["high"], means={"b_avg": "n"}, normalisers={"a": "n"}),
+    ],
+)
 def test_ranks_with_other_metrics_are_refused(make_world: MakeWorld, other: Metrics) -> None:
     """Every rank raises, so none waits for another. Unchecked numbers are NaN, and never wrong."""
 
@@ -212,6 +236,29 @@ def test_microbatches_make_the_whole(name: str, cuts: list[int]) -> None:
     """Empty microbatches are among them."""
     whole, found = LOSSES[name](Batch.whole(), None), sum(parts(LOSSES[name], Batch.whole(), cuts))
     torch.testing.assert_close(dict(found), dict(whole), **CLOSE)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_counts_may_be_known_last(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other counts in the calls, and division afterwards, make the same metrics."""
+    whole = LOSSES[name](Batch.whole(), None)
+    monkeypatch.setattr(losses_with_metrics, "VALID", 2**20)
+    monkeypatch.setattr(losses_with_metrics, "VALID_SEQUENCES", 2**10)
+    parts = [LOSSES[name](Batch.whole().part(a, b), None) for a, b in ((0, 2), (2, SEQUENCES))]
+    assert all(part.normalisers == whole.normalisers for part in parts)
+    tokens, sequences = VALID / 2**20, torch.tensor(VALID_SEQUENCES / 2**10)
+    found = sum(parts).divided_by(valid_tokens=tokens, valid_sequences=sequences, others=1)
+    torch.testing.assert_close(dict(found), {name: x.double() for name, x in whole.items()}, **CLOSE)
+    assert found.divided_by() == found
+    assert bool(whole.normalisers) == (name.partition(",")[0] != "linear_sft_loss")
+
+
+def test_division_by_a_count_of_nothing() -> None:
+    nothing = Metrics({"a": 0.0, "b": 3.0}, normalisers={"a": "valid_tokens"})
+    assert nothing.divided_by(valid_tokens=0).floats() == {"a": 0, "b": 3}
+    joined = nothing.prefixed("x/") | Metrics({"c": 6.0}, normalisers={"c": "pairs"})
+    assert joined.normalisers == {"x/a": "valid_tokens", "c": "pairs"}
+    assert joined.divided_by(valid_tokens=2, pairs=3).floats() == {"x/a": 0, "x/b": 3, "c": 2}
 
 
 @pytest.mark.parametrize("layout", ["cp=2", "dp=2,cp=3"])

@@ -71,7 +71,7 @@ def test_entries_reach_their_tokens(name: str, form: str, shape: tuple[int, ...]
     for cp in (1, 2, 3):
         for group in FakeGroup.all(cp):
             pack = Pack.of(starts(lengths), starts(padded), cp_group=group, **declared)
-            for shift in (0, 1):
+            for shift in (0, 1, 3):  # 3 for multi-token prediction; some sequences are shorter
                 found = pack.from_rows(given, shift=shift, fill=5.0)
                 known = torch.zeros(len(found), dtype=torch.bool)
                 for i, (b, t) in enumerate(zip(pack.sequence.tolist(), pack.position.tolist(), strict=True)):
@@ -83,6 +83,20 @@ def test_entries_reach_their_tokens(name: str, form: str, shape: tuple[int, ...]
                     reached = gradient != 0
                     assert torch.equal(gradient, torch.where(reached, 2 * given.detach(), 0.0))
                     assert int(reached.sum()) == int(known.sum()) * torch.Size(shape).numel()
+
+
+def test_labels_further_ahead_by_hand() -> None:
+    """For multi-token prediction at depth 1 and 3, over the ends of pieces and of sequences."""
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 0, 0, 0]])
+    expected = {
+        2: ([3, 4, -100, -100, 9, -100], [5, 6, -100, -100, -100, -100]),
+        4: ([5, 6, -100, -100, -100, -100], [-100] * 6),
+    }
+    for shift, ranks in expected.items():
+        for group, labels in zip(FakeGroup.all(2), ranks, strict=True):
+            pack = Pack.of(starts([6, 3]), starts([8, 4]), cp_group=group)
+            assert pack.labels(ids, shift=shift).tolist() == labels
+            assert pack.labels(torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9]), shift=shift).tolist() == labels
 
 
 @hypothesis.given(
@@ -167,8 +181,9 @@ def test_gathering_undoes_splitting_and_its_gradient_is_not_multiplied(
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", ["single", "cp=2", "cp=3"])
-def test_rows_with_a_leading_zero_are_undone_and_made(
-    make_world: MakeWorld, layout: str, shape: tuple[int, ...]
+@pytest.mark.parametrize("shift", [1, 2])
+def test_rows_with_leading_zeros_are_undone_and_made(
+    make_world: MakeWorld, shift: int, layout: str, shape: tuple[int, ...]
 ) -> None:
     """``to_rows(shift=1)`` makes NeMo-RL's ``prev_logprobs``: of a token, in its own column.
 
@@ -176,17 +191,17 @@ def test_rows_with_a_leading_zero_are_undone_and_made(
     gradient.
     """
     lengths, rows = [4, 0, 7, 1], numbers(4, 9, *shape)
-    rows[:, 0] = 0
+    rows[:, :shift] = 0
     for i, length in enumerate(lengths):
         rows[i, length:] = 0
 
     def body(context: RankContext) -> tuple[Tensor, Tensor, Tensor]:
         group = context.mesh.get_group("cp")
         pack = Pack.of(starts([*lengths, 12]), starts([12, 0, 12, 12, 12]), cp_group=group, tail=1)
-        local = pack.from_rows(rows, shift=1, fill=float("nan")).requires_grad_()
-        found = pack.to_rows(local, 9, group, shift=1)
+        local = pack.from_rows(rows, shift=shift, fill=float("nan")).requires_grad_()
+        found = pack.to_rows(local, 9, group, shift=shift)
         (gradient,) = torch.autograd.grad(found.sum(), local)
-        assert torch.equal(pack.from_rows(found.detach(), shift=1, fill=float("nan")).isnan(), local.isnan())
+        assert torch.equal(pack.from_rows(found.detach(), shift=shift, fill=float("nan")).isnan(), local.isnan())
         return found.detach(), gradient, (~local.isnan()).to(gradient)
 
     for found, gradient, expected in make_world(layout).run(body):
@@ -247,10 +262,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Pack.of(starts([4]), row_width=-1),
         "row_width -1: expected an integer from 0, the number of columns",
     ),
-    "another shift": (lambda: of_four().from_rows(torch.ones(4, 9), shift=2), "shift 2: expected 0, or 1 for entries"),
+    "a shift backward": (
+        lambda: of_four().from_rows(torch.ones(4, 9), shift=-1),
+        "shift -1: expected an integer from 0, or 1 for entries that belong to the next token, or more for tokens",
+    ),
+    "half a shift": (lambda: of_four().from_rows(torch.ones(4, 9), shift=1.5), "shift 1.5: expected an integer"),  # type: ignore[arg-type]
+    "no shift of labels": (
+        lambda: of_four().labels(torch.ones(4, 9).long(), shift=0),
+        "shift 0: expected an integer from 1, tokens ahead; 1 for the next token",
+    ),
     "another shift of rows out": (
         lambda: of_four().to_rows(torch.ones(28), 9, None, shift=-1),
-        "shift -1: expected 0, or 1 for entries",
+        "shift -1: expected an integer from 0",
     ),
     "too few rows": (
         lambda: of_four().from_rows(torch.ones(3, 9), shift=1),
