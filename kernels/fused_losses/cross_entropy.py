@@ -139,8 +139,9 @@ def linear_cross_entropy(
             check_labels(labels, counted, rows)
             products = dtype_of_products(hidden, weight, matmul_dtype)
             call = _Call(rows, temperature, softcap, products, chunk or default_chunk(weight))
-            total = _LinearNLL.apply(*leaves, labels, counted, call)
-            return _divided(total, counted, valid_tokens, reduction)  # type: ignore[arg-type]
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            divides = _divisor(counted, valid_tokens, reduction, torch.empty((), dtype=dtype, device=hidden.device))
+            return cast("Tensor", _LinearNLL.apply(*leaves, labels, counted, divides, call))
     logprobs = linear_logprobs(
         hidden,
         weight,
@@ -319,12 +320,15 @@ def _counted(labels: Tensor, mask: Tensor | None, reduction: str, ignore_index: 
 
 
 def _divided(total: Tensor, counted: Tensor, valid_tokens: Tensor | float | None, reduction: str) -> Tensor:
+    return total / _divisor(counted, valid_tokens, reduction, total)
+
+
+def _divisor(counted: Tensor, valid_tokens: Tensor | float | None, reduction: str, like: Tensor) -> Tensor:
+    """Returns what a sum over tokens is divided by, in the dtype of ``like``."""
     if reduction == "sum":
-        return total
+        return torch.ones_like(like)
     own = counted.sum()
-    return total / divisor(
-        own.to(total.dtype) if valid_tokens is None else as_count("valid_tokens", valid_tokens, total, own)
-    )
+    return divisor(own.to(like.dtype) if valid_tokens is None else as_count("valid_tokens", valid_tokens, like, own))
 
 
 @dataclass(frozen=True)
@@ -354,7 +358,7 @@ class _Call:
 class _LossAndGradients:
     """The loss ``-sum_t counted_t log p(label_t)`` and its gradients.
 
-    The gradients lack the factor 1 / temperature.
+    The gradients are those of ``factor`` times the loss, and lack the factor 1 / temperature.
     """
 
     total: Tensor
@@ -363,7 +367,14 @@ class _LossAndGradients:
 
     @classmethod
     def of(
-        cls, hidden: Tensor, labels: Tensor, counted: Tensor, head: LmHead, chunk: int, needed: list[bool]
+        cls,
+        hidden: Tensor,
+        labels: Tensor,
+        counted: Tensor,
+        factor: Tensor,
+        head: LmHead,
+        chunk: int,
+        needed: list[bool],
     ) -> "_LossAndGradients":
         """Computes the loss and the gradients chunk by chunk.
 
@@ -378,11 +389,18 @@ class _LossAndGradients:
         )
         matrix = head.cast(head.weight)
         for tokens in chunks_of(len(hidden), chunk):
-            computed._add(hidden, labels, counted, head, matrix, tokens)
+            computed._add(hidden, labels, counted, factor, head, matrix, tokens)
         return computed
 
     def _add(
-        self, hidden: Tensor, labels: Tensor, counted: Tensor, head: LmHead, matrix: Tensor, tokens: slice
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        counted: Tensor,
+        factor: Tensor,
+        head: LmHead,
+        matrix: Tensor,
+        tokens: slice,
     ) -> None:
         live = counted[tokens]
         h = torch.where(live[:, None], head.cast(hidden[tokens]), 0.0)
@@ -391,8 +409,9 @@ class _LossAndGradients:
         softmax = TokenSoftmax.of(z, labels[tokens])  # This overwrites z by exp(z - largest).
         owned = softmax.owners == 1  # If labels are not checked, a label outside of the vocabulary gives NaN.
         self.total.sub_(torch.where(live, torch.where(owned, softmax.logprobs, torch.nan), 0.0).sum())
-        dz = z.mul_((live / torch.where(owned | ~live, softmax.total, torch.nan))[:, None])
-        add_at_labels_(dz, labels[tokens], -live.to(dz.dtype))
+        upstream = live * factor
+        dz = z.mul_((upstream / torch.where(owned | ~live, softmax.total, torch.nan))[:, None])
+        add_at_labels_(dz, labels[tokens], -upstream)
         if capped is not None:
             head.uncap_(dz, capped)
         rounded = head.cast(dz)
@@ -402,7 +421,7 @@ class _LossAndGradients:
 
 
 def _forms(
-    call: _Call, hidden: Tensor, weight: Tensor, bias: Any, labels: Any, counted: Any, needs: list[bool]
+    call: _Call, hidden: Tensor, weight: Tensor, bias: Any, labels: Any, counted: Any, factor: Any, needs: list[bool]
 ) -> list[Form | None]:
     dtype = torch.promote_types(weight.dtype, torch.float32)
     forms: list[Form] = [
@@ -415,7 +434,7 @@ def _forms(
 
 @operator(
     "linear_cross_entropy",
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor counted, bool[] needs",
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor counted, Tensor factor, bool[] needs",
     _Call.OPTIONS,
     _Call,
     _forms,
@@ -427,15 +446,20 @@ def _loss_and_gradients(
     bias: Tensor | None,
     labels: Tensor,
     counted: Tensor,
+    factor: Tensor,
     needs: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Computes the loss and its gradients for hidden, weight and bias, those that are needed."""
-    found = _LossAndGradients.of(hidden, labels, counted, call.head(weight, bias), call.chunk, needs)
+    """Computes the loss, and the gradients of ``factor`` times it for hidden, weight and bias,
+    those that are needed.
+    """
+    found = _LossAndGradients.of(hidden, labels, counted, factor, call.head(weight, bias), call.chunk, needs)
     return found.total, found.hidden, found.head.weight, found.head.bias
 
 
 class _LinearNLL(torch.autograd.Function):
-    """The loss ``-sum_t counted_t log p(label_t)``, whose gradients are computed in forward."""
+    """The loss ``-sum_t counted_t log p(label_t) / divisor``, whose gradients are computed in
+    forward.
+    """
 
     @staticmethod
     @without_autocast
@@ -446,24 +470,31 @@ class _LinearNLL(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         counted: Tensor,
+        divides: Tensor,
         call: _Call,
     ) -> Tensor:
-        inputs = hidden, weight, bias, labels, counted
+        # The gradient of hidden is rounded as a product. With all factors in it but the upstream
+        # gradient, which is most often 1 or a power of two, it is not rounded again. In float16
+        # small entries would become 0.
+        whole = 1 / (divides * call.temperature)
+        factor = torch.ones_like(whole) if call.matmul_dtype == torch.float16 else whole
+        inputs = hidden, weight, bias, labels, counted, factor
         total, *ctx.gradients = _loss_and_gradients(call, *inputs, list(ctx.needs_input_grad[:3]))
         # The gradients are not saved tensors: backward hands them on without a copy.
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(*inputs, whole / factor)
         ctx.call = call
-        return cast("Tensor", total)
+        return cast("Tensor", total) / divides
 
     @staticmethod
     @once_differentiable
     @without_autocast
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, call = ctx.saved_tensors, ctx.call
+        *inputs, left = ctx.saved_tensors
+        call = ctx.call
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:  # With retain_graph, the first backward has handed the gradients on.
             gradients = _loss_and_gradients(call, *inputs, list(ctx.needs_input_grad[:3]))[1:]
         # CUDA would round a 0-dim factor to the dtype of a half-precision gradient first.
-        scale = (upstream / call.temperature).reshape(1)
+        scale = (upstream * left).reshape(1)
         leaves = zip(gradients, inputs[:3], strict=True)
-        return *(None if grad is None else padded(grad.mul_(scale), like) for grad, like in leaves), None, None, None
+        return *(None if grad is None else padded(grad.mul_(scale), like) for grad, like in leaves), *(None,) * 4

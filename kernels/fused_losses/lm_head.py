@@ -18,36 +18,11 @@ from fused_losses.wrappers import check_parameter
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # pyright: ignore[reportDeprecated]
 
+_ROWS = 4096
+"""Rows of the weight's gradient whose product is held at a time on a GPU."""
+
 _PRODUCTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of matrix products."""
-
-_ROWS = 4096
-"""Rows of the weight's gradient that are computed at a time.
-
-This applies if the matrix product itself cannot accumulate in float32.
-"""
-
-
-def _divisors(hidden: Tensor, dlogits: Tensor) -> Tensor | None:
-    """Returns divisors of hidden states that keep a weight's gradient from overflowing float16.
-
-    Each column has its own divisor, because some channels of a model are a thousand times as large
-    as others. With a common divisor, the small channels would become subnormal.
-
-    Args:
-        hidden: ``[n, hidden]``.
-        dlogits: ``[n, rows]``, of the same dtype.
-
-    Returns:
-        Powers of two ``[hidden]``, 1 or above, so that division does not round. None for other
-        dtypes and for empty tensors.
-    """
-    if hidden.dtype != torch.float16 or not hidden.numel() or not dlogits.numel():
-        return None
-    largest = torch.stack(hidden.aminmax(dim=0)).abs().amax(0).float()
-    total = torch.linalg.vector_norm(dlogits, 1, 0, dtype=torch.float32).amax()
-    bounds = largest * total / torch.finfo(torch.float16).max
-    return bounds.clamp(min=1).log2().ceil().exp2()
 
 
 @dataclass(frozen=True)
@@ -118,6 +93,9 @@ class HeadGradients:
     def add(self, dlogits: Tensor, hidden: Tensor, rounded: Tensor) -> None:
         """Adds the gradients from one chunk of tokens.
 
+        A product in a coarse dtype would round, once for each chunk. A GPU gives it in float32;
+        elsewhere the factors are converted.
+
         Args:
             dlogits: ``[n, rows]``, in the compute dtype.
             hidden: ``[n, hidden]``, in the dtype of matrix products.
@@ -127,16 +105,14 @@ class HeadGradients:
             self.bias += dlogits.sum(0)
         if self.weight is None:
             return
-        if rounded.dtype == self.weight.dtype:
+        if hidden.is_cuda and rounded.dtype in (torch.float16, torch.bfloat16):
+            for start in range(0, len(self.weight), _ROWS):
+                rows = slice(start, start + _ROWS)
+                self.weight[rows] += torch.mm(rounded[:, rows].T, hidden, out_dtype=torch.float32)
+        elif rounded.dtype == self.weight.dtype:
             self.weight.addmm_(rounded.T, hidden)
-            return
-        divisors = _divisors(hidden, rounded)
-        if divisors is not None:
-            hidden = (hidden.float() / divisors).half()
-        for start in range(0, len(self.weight), _ROWS):
-            rows = slice(start, start + _ROWS)
-            product = rounded[:, rows].T @ hidden
-            self.weight[rows] += product if divisors is None else product.float().mul_(divisors)
+        else:
+            self.weight.addmm_(dlogits.T, hidden.to(self.weight.dtype))
 
 
 def chunks_of(tokens: int, chunk: int) -> Iterator[slice]:
