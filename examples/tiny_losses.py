@@ -124,7 +124,8 @@ class LostBoundaryLabel(FusedLosses):
     """No rank owns the first label of the vocabulary's second part (``>`` instead of ``>=``)."""
 
     def sft(self, hidden: Tensor, head: Tensor, share: Share) -> Tensor:
-        return super().sft(hidden, head, self._lost(share))
+        lost = self._lost(share)  # the loss refuses a label of -100 where the mask counts it
+        return super().sft(hidden, head, replace(lost, mask=lost.mask & (lost.labels != -100)))
 
     def logprobs(self, hidden: Tensor, head: Tensor, share: Share, temperature: float) -> Tensor:
         return super().logprobs(hidden, head, self._lost(share), temperature)
