@@ -58,7 +58,7 @@ def _messages(wrapper: str, context: RankContext) -> tuple[str, str, str, bool]:
         for wrapped in (right, WRAPPERS[wrapper](model, 1)):
             batch = make_batch(context.rank, 0)
             with wrapped.microbatch(last=True):
-                loss = compute(wrapped, "tiled_token_logprobs", batch, 20)[0]
+                loss = compute(wrapped, "tiled_token_logprobs", batch, 100)[0]
                 wrapped.backward(loss * wrapped.loss_factor)
             wrapped.step()
             weights.append(wrapped.weights())

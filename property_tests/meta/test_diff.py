@@ -56,8 +56,8 @@ def test_what_did_not_change_is_not_reported(diff: Diff, one: CellRecord) -> Non
         ([inconclusive()], [disagreeing()], 1, f"disagree now (1)\n  {NAME}: was INCONCLUSIVE; loss: 1.01"),
         ([KNOWN], [GONE], 1, f"disagree now (1)\n  {NAME}: was known failure; "),
         ([], [disagreeing()], 1, f"disagree now (1)\n  {NAME}: was not there; loss: 1.01"),
-        ([cell()], [breaking()], 1, f"break promises now (1)\n  {NAME}: was AGREE; property masked-nan: loss: 1 of 1"),
-        ([], [breaking()], 1, f"break promises now (1)\n  {NAME}: was not there; property masked-nan: loss: 1"),
+        ([cell()], [breaking()], 1, f"break promises now (1)\n  {NAME}: was AGREE; property masked-nan: loss: NaN"),
+        ([], [breaking()], 1, f"break promises now (1)\n  {NAME}: was not there; property masked-nan: loss: NaN"),
         (
             [disagreeing()],
             [breaking()],

@@ -229,7 +229,7 @@ def test_pytest_tells_it_and_may_let_it_pass(pytester: pytest.Pytester, monkeypa
         [
             f"PROMISE BROKEN  product  float32  single: {told}",
             f"lossgate: 1 cell: 1 PROMISE BROKEN ({told}); * comparisons",
-            "FAILED test_by_mask.py::test_product* - Failed: PROMISE BROKEN: property masked-nan: loss: *",
+            "FAILED test_by_mask.py::test_product* - Failed: PROMISE BROKEN: property masked-nan: loss, *",
         ]
     )
     pytester.makepyprojecttoml(f"[tool.lossgate]\nnumbers_only = true\n{properties}")

@@ -38,7 +38,11 @@ BROKEN: dict[str, tuple[str, Conventions, str]] = {
         Conventions(under_mask="usual", counts="own", untrained="error"),
         "property nothing-trained: with nothing trained it raises no error",
     ),
-    "NaN under the mask": ("verl_value", Conventions(counts="own"), "property masked-nan: loss: 1 of 1 entries"),
+    "NaN under the mask": (
+        "verl_value",
+        Conventions(counts="own"),
+        "property masked-nan: loss, with NaN at masked tokens: NaN",
+    ),
     "an input that is kept": (
         "liger_cross_entropy",
         Conventions(counts="own"),

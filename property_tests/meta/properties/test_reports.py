@@ -90,7 +90,7 @@ def test_a_broken_property_is_told_with_what_to_do(verify: Verify, folder: Path,
     assert again.returncode == 1
     assert again.stdout.splitlines() == [
         "PROMISE BROKEN  product  masked-nan  float32  single",
-        "  loss: NaN; the reference is finite",
+        "  loss, with NaN at masked tokens: NaN; the reference is finite",
         f"  to do: {SELECT}; or, if its callers keep to it, {DECLARE}",
         f"  on: {SMALLEST}",
         "  it fails exactly as when the file was written",
