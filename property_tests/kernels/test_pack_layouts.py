@@ -266,7 +266,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: of_four().from_rows(torch.ones(4, 9), shift=-1),
         "shift -1: expected an integer from 0, or 1 for entries that belong to the next token, or more for tokens",
     ),
-    "half a shift": (lambda: of_four().from_rows(torch.ones(4, 9), shift=1.5), "shift 1.5: expected an integer"),  # type: ignore[arg-type]
+    "half a shift": (
+        lambda: of_four().from_rows(torch.ones(4, 9), shift=1.5),  # type: ignore[arg-type]
+        "shift 1.5: expected an integer",
+    ),
     "no shift of labels": (
         lambda: of_four().labels(torch.ones(4, 9).long(), shift=0),
         "shift 0: expected an integer from 1, tokens ahead; 1 for the next token",

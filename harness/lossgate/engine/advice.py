@@ -2,6 +2,7 @@
 """Advice for inconclusive verdicts: how many problems are enough, or what would help instead."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import ceil, isfinite
 from typing import Any
@@ -10,7 +11,6 @@ from lossgate.base.errors import LossgateError, UsageError
 from lossgate.base.spelling import in_a_row
 from lossgate.cases.case import Case
 from lossgate.cases.placement import is_given
-from lossgate.declaration.candidate import Candidate
 from lossgate.diagnosis.coarser_precision import Coarser, in_one_stage, in_several_stages
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell, Tried
@@ -233,25 +233,24 @@ def convention_of_numbers(cell: Cell, failing: Sequence[Problem], world: World) 
         if any(getattr(own, name) == choice for name, choice in choices.items()):
             continue
         candidate = replace(cell.candidate, conventions=relaxed)
-        if all(_agrees(candidate, cell.property, problem, world) for problem in (*failing, ordinary)):
+        cases = [Case(candidate, problem, world) for problem in failing]
+        with suppress(UsageError):  # the ordinary problem may be none that the kernel can be given
+            cases.append(Case(candidate, ordinary, world))
+        if all(_agrees(case, cell.property) for case in cases):
             words = "; and ".join(relaxed.declared[f"{name}={choice!r}"] for name, choice in choices.items())
             given = ", ".join(f"{name}={choice!r}" for name, choice in choices.items())
             return f"declare conventions=lossgate.Conventions({given}): {words}"
     return ""
 
 
-def _agrees(candidate: Candidate, held_to: Property, problem: Problem, world: World) -> bool:
+def _agrees(case: Case, held_to: Property) -> bool:
     """Returns whether a candidate agrees on a problem, or gives NaN as it says where nothing is
     trained.
     """
-    try:
-        case = Case(candidate, problem, world)
-    except UsageError:  # the ordinary problem is none that the kernel can be given
-        return True
     again = _tried(case, held_to)
     if again is None or again.agrees:
         return again is not None
-    return again.manner == "not finite" and not is_given(candidate, case.bound, problem.partition)
+    return again.manner == "not finite" and not is_given(case.candidate, case.bound, case.problem.partition)
 
 
 def _holds(case: Case, held_to: Property) -> bool:

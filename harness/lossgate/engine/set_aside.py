@@ -116,8 +116,10 @@ class SetAside:
         if comparison.agrees or predicted is None or output not in result.outputs:
             return comparison
         right = _without(predicted, result.outputs[output], case.oracle.reference[output])
-        found = case.oracle.compare(output, right, result.dtypes[output])
-        return replace(found, called=f"without {self.name}") if found.margin < comparison.margin else comparison
+        # What else is wrong with the output stays, such as ranks that do not return the same.
+        found = case.oracle.compare(output, right, result.dtypes[output], result.faults.get(output, ()))
+        is_nearer = found.agrees or found.margin < comparison.margin
+        return replace(found, called=f"without {self.name}") if is_nearer else comparison
 
     def words(self, run: CellRun) -> str:
         """Returns what was judged without the known failure, in words, if nothing was wrong."""

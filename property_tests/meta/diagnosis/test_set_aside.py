@@ -96,3 +96,31 @@ def test_another_mistake_in_the_same_output_is_told(tmp_path: Path) -> None:
     assert found.reasons[0] == (
         "known failure known-1 has changed: the cause in its file explains it no more; freeze it again"
     )
+
+
+REPLICATED = """
+import torch
+import lossgate
+
+
+@lossgate.candidate("nll", head="logprobs", axes=("tp",))
+def kernel(inputs, options, mesh):
+    total = -torch.where(inputs.mask, inputs.logprobs.float(), 0.0).sum()
+    other = mesh.get_local_rank("tp") == 1 and BESIDE
+    return 2 * total / inputs.valid_tokens.clamp(min=1) * (1 + 1e-6 * other)
+"""
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_fault_of_the_same_output_stays(tmp_path: Path, beside: bool) -> None:
+    """Each tp rank returns the same, which is checked bit by bit, and not by the judge."""
+
+    def verified(name: str, beside: bool, **declared: KnownFailure) -> CellResult:
+        file = tmp_path / name
+        file.write_text(REPLICATED.replace("BESIDE", str(beside)))
+        candidate = replace(load_candidates(str(file))[0], **declared)  # type: ignore[arg-type]
+        return run_cell(Cell(candidate, Layout(tp=2), "float32"), SETTINGS)
+
+    example = write_failure(verified("known.py", beside=False), tmp_path)
+    found = verified("now.py", beside, known_failure=KnownFailure(name="known-1", example=example))
+    assert found.record.expected != beside
