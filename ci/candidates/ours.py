@@ -121,10 +121,15 @@ def _split(inputs: TokenLogprobsHidden | TokenLogprobsLogits, mesh: DeviceMesh) 
     }
 
 
+def _valid_tokens(inputs: NllHidden | NllLogits, options: NllOptions) -> Tensor | None:
+    """The divisor of a mean. A sum has none, and the kernels refuse one."""
+    return inputs.valid_tokens if options.reduction == "mean" else None
+
+
 def _counted(inputs: NllHidden | NllLogits, options: NllOptions) -> dict[str, Any]:
     return {
         "mask": inputs.mask,
-        "valid_tokens": inputs.valid_tokens,
+        "valid_tokens": _valid_tokens(inputs, options),
         "reduction": options.reduction,
         "temperature": options.temperature,
     }
@@ -176,7 +181,7 @@ def fused_cross_entropy_module(inputs: NllHidden, options: NllOptions, mesh: Dev
         ignore_index=IGNORED, sequence_parallel=True, chunk=CHUNK, **given, **_split(inputs, mesh)
     )
     own, labels = _part(inputs.hidden, torch.where(inputs.mask, inputs.labels, IGNORED), mesh, IGNORED)
-    return module(own, inputs.weight, labels, inputs.bias, valid_tokens=inputs.valid_tokens)
+    return module(own, inputs.weight, labels, inputs.bias, valid_tokens=_valid_tokens(inputs, options))
 
 
 @candidate(

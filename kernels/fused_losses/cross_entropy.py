@@ -84,7 +84,7 @@ def linear_cross_entropy(
             over every data- and context-parallel rank and microbatch. Losses and gradients of ranks
             and microbatches then add up. By default it is the number of tokens that count in this
             call.
-        reduction: ``"mean"`` or ``"sum"``.
+        reduction: ``"mean"`` or ``"sum"``; with ``"sum"``, ``valid_tokens`` is refused.
         temperature: divides the logits; positive.
         softcap: the cap of the logits, positive; None for no soft-cap.
         ignore_index: the label of tokens that do not count. With a mask, no token that counts may
@@ -118,7 +118,7 @@ def linear_cross_entropy(
     ranks = ranks_of_tokens(sequence_parallel, tp_group)
     mask = None if mask is None else flatten_like("mask", as_mask("mask", mask, labels, "labels"), labels, layout)
     hidden, labels, _ = flatten_tokens(hidden, labels, layout, ranks)
-    labels, counted = _counted(labels, mask, reduction, ignore_index)
+    labels, counted = _counted(labels, mask, valid_tokens, reduction, ignore_index)
     if alone(tp_group):
         check_head(
             hidden,
@@ -167,7 +167,7 @@ class LinearCrossEntropyLoss(nn.Module):
     It corresponds to ``torch.nn.CrossEntropyLoss`` and has no parameters.
 
     Args:
-        reduction: ``"mean"`` or ``"sum"``.
+        reduction: ``"mean"`` or ``"sum"``; with ``"sum"``, ``valid_tokens`` is refused.
         ignore_index: the label of tokens that do not count.
         temperature: divides the logits; positive.
         softcap: the cap of the logits, positive; None for no soft-cap.
@@ -268,7 +268,7 @@ def vocab_parallel_cross_entropy(
         mask: bool or 0 and 1, of the shape of the labels: the tokens that count; all by default.
             Labels of other tokens may be anything.
         valid_tokens: the divisor of ``"mean"``; see ``linear_cross_entropy``.
-        reduction: ``"mean"`` or ``"sum"``.
+        reduction: ``"mean"`` or ``"sum"``; with ``"sum"``, ``valid_tokens`` is refused.
         temperature: divides the logits; positive.
         ignore_index: the label of tokens that do not count. With a mask, no token that counts may
             have it.
@@ -291,7 +291,7 @@ def vocab_parallel_cross_entropy(
     check_not_transformed(logits=logits, labels=labels)
     mask = None if mask is None else flatten_like("mask", as_mask("mask", mask, labels, "labels"), labels, layout)
     logits, labels, _ = flatten_tokens(logits, labels, layout, name="logits")
-    labels, counted = _counted(labels, mask, reduction, ignore_index)
+    labels, counted = _counted(labels, mask, valid_tokens, reduction, ignore_index)
     given: dict[str, Any] = {
         "temperature": temperature,
         "ignore_index": UNTRAINED,
@@ -304,7 +304,9 @@ def vocab_parallel_cross_entropy(
     return _divided(-torch.where(counted, logprobs, 0.0).sum(), counted, valid_tokens, reduction)
 
 
-def _counted(labels: Tensor, mask: Tensor | None, reduction: str, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _counted(
+    labels: Tensor, mask: Tensor | None, valid_tokens: Tensor | float | None, reduction: str, ignore_index: int
+) -> tuple[Tensor, Tensor]:
     """Checks arguments that both losses share.
 
     Returns:
@@ -312,6 +314,11 @@ def _counted(labels: Tensor, mask: Tensor | None, reduction: str, ignore_index: 
     """
     check_label_dtype(labels)
     check_choice("reduction", reduction, ("mean", "sum"))
+    if reduction == "sum" and valid_tokens is not None:
+        raise ValueError(
+            "valid_tokens: expected none with reduction='sum', which divides by nothing; leave it out, or take "
+            "reduction='mean', which divides the sum by it"
+        )
     check_integer("ignore_index", ignore_index, least=UNTRAINED)
     if mask is not None:
         return as_labels_of(mask, labels, ignore_index), mask

@@ -142,6 +142,14 @@ def sft(hidden: Tensor, weight: Tensor, labels: Tensor, **changes: Any) -> Tenso
             lambda h, w, b, y: linear_cross_entropy(h, w, y, reduction="none"),
             "reduction 'none': expected 'mean' or 'sum'",
         ),
+        (
+            lambda h, w, b, y: linear_cross_entropy(h, w, y, valid_tokens=6, reduction="sum"),
+            "valid_tokens: expected none with reduction='sum'",
+        ),
+        (
+            lambda h, w, b, y: vocab_parallel_cross_entropy(h @ w.T, y, valid_tokens=6, reduction="sum"),
+            "valid_tokens: expected none with reduction='sum'",
+        ),
     ],
 )
 def test_bad_arguments_raise_errors_that_name_them(call: Callable[..., Any], message: str) -> None:

@@ -47,6 +47,8 @@ class _Check:
     """The check of one property, which grows with each problem."""
 
     held_to: Property
+    of_absent: frozenset[str]
+    """The sentences of mistakes in metrics that the kernel does not return."""
     cases: list[CaseResult] = field(default_factory=list)
     """The results so far."""
     said: list[SaidByProblem] = field(default_factory=list)
@@ -119,7 +121,7 @@ class Catalogue:
     def _check(self, held_to: Property) -> PropertyRecord:
         if reason := self._cell.candidate.exempt.get(held_to.name):
             return PropertyRecord(name=held_to.name, exempt=reason)
-        start, check = perf_counter(), _Check(held_to)
+        start, check = perf_counter(), _Check(held_to, self._of_absent_metrics(held_to))
         cases = check.cases
         for placed in self._chosen(check):
             case = run_case(self._case(placed), held_to)
@@ -139,6 +141,11 @@ class Catalogue:
             seconds=round(perf_counter() - start, 4),
             gaps=gaps_of(held_to, check.said),
         )
+
+    def _of_absent_metrics(self, held_to: Property) -> frozenset[str]:
+        returned = {comparison.output for case in self._search.cases for comparison in case.comparisons}
+        mistakes = held_to.mistakes(self._cell.candidate)
+        return frozenset(one.sentence for one in mistakes if one.metric and one.metric not in returned)
 
     def _chosen(self, check: _Check) -> Iterator[Placed]:
         """Yields the problems on which a property is checked. The caller adds to ``check.cases``.
@@ -213,7 +220,7 @@ class Catalogue:
         would show one that no problem before would show.
         """
         try:
-            check.said.append(said_by(self._case(placed), check.held_to, shown_by(check.said)))
+            check.said.append(said_by(self._case(placed), check.held_to, shown_by(check.said) | check.of_absent))
         except (RankFailure, CandidateError):  # the kernel agreed before: the check tells what is wrong now
             return True
         return Said.SHOWN in check.said[-1].values()

@@ -21,7 +21,7 @@ from lossgate.judge.comparison import Comparison
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
 from lossgate.properties.registry import Checked, called, property
-from lossgate.properties.would_show import all_of, gradients, masked_token_counts, values
+from lossgate.properties.would_show import all_of, formulas, gradients, masked_token_counts, metrics, values
 from lossgate.worlds.base import RankRaised
 
 _SECOND = -2.0
@@ -170,7 +170,7 @@ class _BackwardTwice:
     runs=4,
     applies=lambda candidate: candidate.conventions.inputs == "kept",
     relaxed_by={"hooks": ("refused",)},
-    mistakes=all_of(gradients("is lost"), masked_token_counts),
+    mistakes=all_of(gradients("is lost"), metrics("is lost"), masked_token_counts, formulas),
     remedy="compute and save the same in the second forward as in the first, by ctx.save_for_backward",
 )
 def checkpointing(case: Case) -> Checked:

@@ -12,7 +12,7 @@ from lossgate.cases.rank_call import RankCall, RankOutputs
 from lossgate.judge.comparison import Comparison
 from lossgate.properties.mended import with_grad
 from lossgate.properties.registry import Checked, called, property
-from lossgate.properties.would_show import gradients, values
+from lossgate.properties.would_show import all_of, formulas, gradients, values
 
 
 @property(
@@ -67,7 +67,7 @@ class _Trained:
 @property(
     "no-grad",
     runs=2,
-    mistakes=values("is lost"),
+    mistakes=all_of(values("is lost"), formulas),
     remedy="compute gradients only in backward, or where torch.is_grad_enabled(), and write to no .grad",
     mended=with_grad,
     may_explain=("checkpointing",),

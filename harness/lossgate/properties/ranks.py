@@ -19,7 +19,7 @@ from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem
 from lossgate.properties.registry import Checked, OwnMistake, property
-from lossgate.properties.would_show import all_of, needing, trained_tokens, values
+from lossgate.properties.would_show import all_of, metrics, needing, trained_tokens, values
 from lossgate.specs.outputs import LOSS, gradient_output
 
 Split = Callable[[Case], Problem]
@@ -119,7 +119,12 @@ def _mistakes(candidate: Candidate) -> list[OwnMistake]:
         matters=lambda case: _takes_idle(case.candidate),
         can_show=_leaves_one_empty,
     )
-    return [nothing_held, *own_counts(_split, AT_ONCE, candidate)]
+    of_metrics = metrics("counts for itself in each microbatch", can_show=_any_count_differs)(candidate)
+    return [nothing_held, *own_counts(_split, AT_ONCE, candidate), *of_metrics]
+
+
+def _any_count_differs(case: Case) -> bool:
+    return any(_differs(_split, AT_ONCE, name, case) for name in case.candidate.spec.names_of_counts)
 
 
 def _leaves_one_empty(case: Case) -> bool:

@@ -12,6 +12,7 @@ from lossgate.cases.case import Case
 from lossgate.declaration.candidate import Candidate, Kernel
 from lossgate.judge.comparison import Comparison, Manner
 from lossgate.judge.explain import explain
+from lossgate.specs.outputs import Output
 
 Resources = Mapping[str, Mapping[str, float]]
 """What a call used: numbers by name. See ``observe``."""
@@ -69,12 +70,18 @@ class OwnMistake:
     """Whether a problem on which it matters could show it. The candidate does not run."""
     shows: Callable[[Case], bool] = lambda case: True
     """Whether a problem that could show it indeed shows it. The candidate may have to run, once."""
+    needed: bool = True
+    """Whether a verdict needs a problem that shows it. If not, one is taken where there is one."""
+    metric: Output | None = None
+    """The metric that it changes. A kernel need not return it."""
 
     def said_by(self, case: Case) -> Said:
         """Returns whether a problem would show it."""
         if not self.matters(case):
             return Said.SAME
-        return Said.SHOWN if self.can_show(case) and self.shows(case) else Said.HIDDEN
+        if self.can_show(case) and self.shows(case):
+            return Said.SHOWN
+        return Said.HIDDEN if self.needed else Said.SAME
 
 
 Check = Callable[[Case], Checked]

@@ -53,15 +53,62 @@ def gradients(words: str, factor: float = LOST, judge: Judge = _own) -> Mistakes
 
 
 def values(words: str, factor: float = LOST, judge: Judge = _own) -> Mistakes:
-    """Returns a mistake for each output that carries gradients, such as the loss: it is so many
-    times as large. The arguments are those of ``gradients``.
+    """Returns a mistake for each output that carries gradients, such as the loss, and for each
+    metric: it is so many times as large. The arguments are those of ``gradients``.
     """
 
     def of(candidate: Candidate) -> list[OwnMistake]:
         outputs = [candidate.spec.output(name) for name in candidate.differentiable]
-        return [_times(output, words, factor, judge) for output in outputs]
+        own = [_times(output, words, factor, judge) for output in outputs]
+        return [*own, *metrics(words, factor, judge)(candidate)]
 
     return of
+
+
+def metrics(
+    words: str, factor: float = LOST, judge: Judge = _own, can_show: Callable[[Case], bool] = lambda case: True
+) -> Mistakes:
+    """Returns a mistake for each metric: it is so many times as large. Many metrics are 0 in most
+    problems, so no verdict needs a problem that shows it.
+
+    Args:
+        words, factor, judge: see ``gradients``.
+        can_show: what a problem needs beside a metric that is not 0. The candidate does not run.
+    """
+
+    def of(candidate: Candidate) -> list[OwnMistake]:
+        return [
+            OwnMistake(
+                sentence=f"{output} {words}",
+                matters=lambda case: True,
+                can_show=can_show,
+                shows=partial(_is_rejected, output, factor, judge),
+                needed=False,
+                metric=output,
+            )
+            for output in map(candidate.spec.output, candidate.spec.metrics)
+        ]
+
+    return of
+
+
+def formulas(candidate: Candidate) -> list[OwnMistake]:
+    """Returns a mistake for each situation in which a loss takes another formula, such as a ratio
+    above the clip: the formula is another there. No verdict needs a problem that shows it.
+    """
+    return [
+        OwnMistake(
+            sentence=f"the formula is another where there is a {goal}",
+            matters=lambda case: True,
+            can_show=partial(_reaches, goal),
+            needed=False,
+        )
+        for goal in candidate.spec.goals
+    ]
+
+
+def _reaches(goal: str, case: Case) -> bool:
+    return goal in case.bound.coverage
 
 
 def _times(output: Output, words: str, factor: float, judge: Judge) -> OwnMistake:

@@ -10,9 +10,12 @@ from torch import Tensor
 from kernel_bank.property_bugs import right
 from lossgate.base.layout import Layout
 from lossgate.cases.case import Case
+from lossgate.cases.placement import sample_problems
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.precision import Precision
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.case_result import run_case
+from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES
 from property_tests.meta.properties.test_bugs import MakeWorld, problems
 
@@ -44,3 +47,16 @@ def test_a_softmax_that_adds_up_to_a_little_more_disagrees(dtype: str, make_worl
     assert len(drawn) > 1
     assert findings(1.0) == set()
     assert findings(1.0003) == {"grad of logits"}
+
+
+def test_hopeless_labels_spare_a_right_kernel_with_a_large_vocabulary(make_world: MakeWorld) -> None:
+    """If half of the ids were far below, a gradient would be a sum of thousands of equal terms,
+    which rounds the same way again and again: off by 2.3 times the tolerance on this problem.
+    """
+    dense = dense_candidate(SPECS["nll"], "hidden")
+    drawn = sample_problems(dense, Layout(), "float32", 10, 1)[1]
+    changes = {"masks": ("all", "all"), "forced_labels": (), "outliers": (), "logit_std": 1.0}
+    large = replace(drawn, vocab=16384, lengths=(3, 5), hidden=16, **changes)
+    checked = PROPERTIES["hopeless-labels"].check(Case(dense, large, make_world("single")))
+    assert checked.comparisons
+    assert max(comparison.margin for comparison in checked.comparisons) < 0.5

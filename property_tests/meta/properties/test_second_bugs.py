@@ -10,21 +10,30 @@ from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.properties import PROPERTIES
 
-AT_TIMES = {"accuracy of training"}
-"""What runs find with some seeds alone: no problem need have an accuracy that is not 0."""
+BY_CHANCE = [("accuracy of training", 1), ("own pairs of accuracy", 2), ("clips with a graph", 2)]
+"""Bugs that runs found with most seeds alone, and a seed with which they did not: the problems of
+the property had an accuracy of 0, or no ratio above the clip."""
 
 
 def test_every_property_has_a_second_bug() -> None:
     assert {"agreement"} | {bug.property for bug in SECOND_BUGS.values()} == set(PROPERTIES)
-    assert set(SECOND_BUGS) >= AT_TIMES
+
+
+@pytest.mark.parametrize(("name", "seed"), BY_CHANCE)
+def test_what_a_property_shows_is_not_left_to_the_seed(name: str, seed: int) -> None:
+    assert_found(name, seed)
 
 
 @pytest.mark.slow(but=2)
-@pytest.mark.parametrize("name", [name for name in SECOND_BUGS if name not in AT_TIMES])
+@pytest.mark.parametrize("name", SECOND_BUGS)
 def test_a_run_finds_it(name: str) -> None:
+    assert_found(name, 0)
+
+
+def assert_found(name: str, seed: int) -> None:
     bug = SECOND_BUGS[name]
     KEPT.clear()
-    settings = Settings(layouts=(bug.layout,), properties=("agreement", bug.property), shrink_calls=0)
+    settings = Settings(layouts=(bug.layout,), properties=("agreement", bug.property), shrink_calls=0, seed=seed)
     (cell,) = plan([bug.candidate], settings)
     assert [held_to.name for held_to in cell.also] == [bug.property]
     assert run_cell(cell, settings).record.verdict is Verdict.DISAGREE
