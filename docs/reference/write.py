@@ -19,6 +19,7 @@ import docstring_parser
 
 import lossgate
 from lossgate.cli import app
+from lossgate.reports.json_file import JsonCell, JsonFile
 
 _HERE = Path(__file__).parent
 _WRITTEN = "<!-- Written by python docs/reference/write.py: change the code, and run that. -->"
@@ -45,7 +46,18 @@ def _commands() -> str:
     text = app.generate_docs(output_format="markdown")
     head, _, rest = text.partition("\n")
     assert head == "# lossgate", head
-    return f"# Commands\n\n{_WRITTEN}\n{rest.rstrip()}\n"
+    of_json = "\n".join(_of_json())
+    return f"# Commands\n\n{_WRITTEN}\n{rest.rstrip()}\n\n{of_json}\n"
+
+
+def _of_json() -> Iterator[str]:
+    yield "## The file of --json"
+    yield ""
+    yield "`lossgate verify --json FILE` writes one JSON object:"
+    for kind, heading in ((JsonFile, ""), (JsonCell, "Each of `cells` has:")):
+        yield from (("", heading, "") if heading else ("",))
+        for field, meaning in _fields(kind):
+            yield from _item(field, meaning)
 
 
 def _names() -> Iterator[str]:

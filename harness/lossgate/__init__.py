@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lossgate.worlds.running import all_ranks_assert, current_mesh
     from lossgate.worlds.simulated_ranks import SimulatedRanks
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "ANY": "declaration.supports",

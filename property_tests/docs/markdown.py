@@ -11,6 +11,7 @@ run in order:
 - ``sh``: commands without output, one on each line.
 - ``diff``: a change of the file that ``<!-- file: NAME -->`` names, without line numbers. What it
   takes away must be there once.
+- ``yaml``: parsed. ``test_ci_recipes.py`` has the workflows.
 - ``toml``: parsed. The settings loader reads ``[tool.lossgate]``, profile by profile.
 - indented: a formula. It must not look like a command.
 
@@ -27,10 +28,10 @@ HTML comments directly before a block, which readers do not see, change how it r
   must exit with 0.
 
 Some commands take minutes or need the network, and are not run: ``ci/verify``, ``ci/test``,
-``ci/gate``, ``ci/wrappers``, ``python benchmarks/*.py`` and ``pip``. They must name a file that
-exists and flags that ``--help`` lists, and their output must not be shown. The same holds for
-commands in code spans in the text, none of which is run. Other code spans that name a path in the
-repository must name one that exists.
+``ci/gate``, ``ci/wrappers``, ``ci/build``, ``python benchmarks/*.py`` and ``pip``. They must name a
+file that exists and flags that ``--help`` lists, and their output must not be shown. The same holds
+for commands in code spans in the text, none of which is run. Other code spans that name a path in
+the repository must name one that exists.
 """
 
 import importlib
@@ -51,6 +52,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
@@ -60,13 +62,25 @@ from lossgate.engine.settings import load_settings
 from property_tests.warm_python import warm_commands
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("lossgate", "python", "pip", "pytest", "torchrun", "ci/verify", "ci/test", "ci/gate", "ci/wrappers")
+COMMANDS = (
+    "lossgate",
+    "python",
+    "pip",
+    "pytest",
+    "torchrun",
+    "ci/verify",
+    "ci/test",
+    "ci/gate",
+    "ci/wrappers",
+    "ci/build",
+)
 """What a code span or an indented block starts with if it is a command."""
 _NOT_RUN_HELP = {
     "ci/verify": "lossgate verify --help",
     "ci/test": "pytest --help",
     "ci/gate": "lossgate gate --help",
     "ci/wrappers": "python -m distributed_tests.wrappers --help",
+    "ci/build": "python -m pip install --help",
     "pip": "python -m pip install --help",
 }
 """Commands that are not run, and the command that lists the flags they accept."""
@@ -194,6 +208,8 @@ def run_page(page: Path, folder: Path, root: Path = ROOT) -> None:
                 _run_commands(block, where, root)
             elif block.kind == "diff":
                 _change(block, folder, where)
+            elif block.kind == "yaml":
+                yaml.safe_load(block.text)
             elif block.kind == "toml":
                 _check_toml(block.text, where)
             elif block.kind == "indented":

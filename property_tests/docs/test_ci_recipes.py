@@ -19,7 +19,9 @@ from .markdown import ROOT
 
 WORKFLOWS = ROOT / "ci/workflows"
 GITHUB, NIGHTLY, GITLAB = (WORKFLOWS / name for name in ("github.yml", "github-nightly.yml", "gitlab.yml"))
+PUBLISH, ACTION = WORKFLOWS / "github-publish.yml", ROOT / "action.yml"
 RECIPES = [GITHUB, NIGHTLY, GITLAB]
+SCHEMAS = {GITLAB: "vendor.gitlab-ci", ACTION: "vendor.github-actions"}
 SCRIPTS = [ROOT / "ci/gate", ROOT / "ci/verify"]
 VALUES = {
     "matrix.part": "1",
@@ -82,10 +84,9 @@ def accepted(arguments: list[str]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=by_name)
+@pytest.mark.parametrize("path", [*RECIPES, PUBLISH, ACTION], ids=by_name)
 def test_recipes_follow_the_published_schemas(path: Path) -> None:
-    schema = "vendor.gitlab-ci" if path == GITLAB else "vendor.github-workflows"
-    assert valid(path, schema)
+    assert valid(path, SCHEMAS.get(path, "vendor.github-workflows"))
 
 
 def valid(path: Path, schema: str) -> bool:
@@ -102,12 +103,13 @@ def valid(path: Path, schema: str) -> bool:
         (GITHUB, "runs-on: ubuntu-24.04", "runs_on: ubuntu-24.04"),
         (GITHUB, "contents: read", "contents: reads"),
         (GITLAB, "parallel: 4", "parallel: four"),
+        (ACTION, "required: true", "required: 1"),
     ],
 )
 def test_the_schemas_see_mistakes(tmp_path: Path, path: Path, right: str, wrong: str) -> None:
     changed = tmp_path / path.name
     changed.write_text(path.read_text().replace(right, wrong, 1))
-    assert not valid(changed, "vendor.gitlab-ci" if path == GITLAB else "vendor.github-workflows")
+    assert not valid(changed, SCHEMAS.get(path, "vendor.github-workflows"))
 
 
 @pytest.mark.parametrize("path", [*RECIPES, *SCRIPTS], ids=by_name)
@@ -184,13 +186,15 @@ def test_parts_of_gitlab_are_all_there_and_the_gate_runs_whatever_came_of_them()
     assert all(jobs[name]["artifacts"]["when"] == "always" for name in ("verify", "torchrun", "gate"))
 
 
-@pytest.mark.parametrize("path", [GITHUB, NIGHTLY], ids=by_name)
+@pytest.mark.parametrize("path", [GITHUB, NIGHTLY, PUBLISH], ids=by_name)
 def test_actions_are_pinned_and_permissions_are_the_least(path: Path) -> None:
     """A job that may write runs no code of the project."""
     assert read(path)["permissions"] == {"contents": "read"}
     for name, job in jobs_of(path).items():
         for step in job["steps"]:
-            assert re.fullmatch(r"[\w.-]+/[\w./-]+@(v\d+|[0-9a-f]{40})", step.get("uses", "actions/x@v1")), name
+            assert re.fullmatch(r"[\w.-]+/[\w./-]+@((release/)?v\d+|[0-9a-f]{40})", step.get("uses", "actions/x@v1")), (
+                name
+            )
             if "actions/checkout" in step.get("uses", ""):
                 assert step["with"]["persist-credentials"] is False
         if "write" in job.get("permissions", {}).values():

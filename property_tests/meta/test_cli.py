@@ -166,7 +166,7 @@ def cell_result(verdict: str, expected: bool) -> CellResult:
         ),
         (
             ["verify", "kernels.py", "--profile", "huge"],
-            "unknown profile 'huge'; expected one of dev, ci, nightly, release",
+            "unknown profile 'huge'; expected one of dev, quick, ci, nightly, release",
         ),
         (["verify", "kernels.py", "--examples", "0"], "examples=0: expected a positive whole number"),
         (

@@ -10,7 +10,7 @@ from lossgate import Layout, candidate
 from lossgate.base.layout import layouts_up_to
 from lossgate.engine.matrix import covering, layouts_and_dtypes
 from lossgate.engine.plan import plan
-from lossgate.engine.settings import Settings
+from lossgate.engine.settings import PROFILES, Settings
 
 
 @candidate("nll", head="logits", axes=("dp", "cp", "tp"), dtypes=("bfloat16", "float32", "float16"))
@@ -65,6 +65,18 @@ def test_many_candidates_see_many_layouts() -> None:
 
 def test_another_seed_takes_another_layout() -> None:
     assert len({names(by_dtype(Settings(ranks=8, seed=seed))["float32"]) for seed in range(8)}) > 4
+
+
+@pytest.mark.parametrize(
+    ("axes", "layouts"), [((), "single"), (("cp",), "single cp=2"), (("dp", "tp"), "single dp=3,tp=2")]
+)
+def test_a_quick_look_is_one_rank_and_the_layout_that_splits_most_axes_in_one_dtype(
+    axes: tuple[str, ...], layouts: str
+) -> None:
+    found = by_dtype(PROFILES["quick"], replace(kernel, axes=axes))
+    assert {dtype: names(of_dtype) for dtype, of_dtype in found.items()} == {"float32": layouts}
+    named = by_dtype(replace(PROFILES["quick"], layouts=("tp=2",), dtypes=("float16", "bfloat16")))
+    assert {dtype: names(of_dtype) for dtype, of_dtype in named.items()} == {"float16": "tp=2", "bfloat16": "tp=2"}
 
 
 def test_the_full_matrix_and_named_layouts_are_all_in_every_dtype() -> None:

@@ -172,7 +172,7 @@ def test_the_profile_of_the_command_line_wins(user: pytest.Pytester) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--lossgate-profile", "huge"), "unknown profile 'huge'; expected one of dev, ci, nightly, release"),
+        (("--lossgate-profile", "huge"), "unknown profile 'huge'; expected one of dev, quick, ci, nightly, release"),
         (
             ("--lossgate-evidence", "no/such/folder"),
             "--lossgate-evidence no/such/folder: can't be written: No such file or directory",

@@ -39,7 +39,8 @@ def audit(
         layout: A layout, such as tp=2,cp=2 or single; may be repeated. By default a few layouts
             of at most --ranks ranks that cover what differs; see --matrix.
         dtype: float32, bfloat16 or float16; may be repeated. By default all that a candidate takes.
-        profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
+        profile: dev, quick, ci, nightly, release, or one of [tool.lossgate.profiles] in
+            pyproject.toml.
         examples: Problems for each cell. A cell is one candidate, layout and dtype.
         ranks: Ranks of the largest layout.
         matrix: covering (the default of dev and ci), or full for every layout of at most --ranks

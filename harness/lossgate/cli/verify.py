@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from lossgate.base.own_process import ended_by_signals
-from lossgate.cli.app import Exit, Number, Whole, app, driven, load, say
+from lossgate.base.spelling import in_a_row
+from lossgate.cli.app import Exit, Number, Whole, app, check_outputs, driven, load, say, write_outputs
 
 if TYPE_CHECKING:
     from lossgate.declaration.candidate import Candidate
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from lossgate.engine.plan import Selection
     from lossgate.engine.settings import Settings
     from lossgate.evidence.writer import EvidenceFile
+    from lossgate.reports.json_file import ForPrograms
     from lossgate.reports.terminal import Terminal, Volume
 
 
@@ -41,7 +43,9 @@ def verify(
     quiet: Annotated[bool, Parameter(name=["-q", "--quiet"], negative=())] = False,
     verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False,
     no_cache: Annotated[bool, Parameter(negative=())] = False,
-    profile: str = "dev",
+    profile: str | None = None,
+    quick: Annotated[bool, Parameter(negative=())] = False,
+    changed: Annotated[bool, Parameter(negative=())] = False,
     examples: Whole = None,
     ranks: Whole = None,
     matrix: str | None = None,
@@ -51,6 +55,7 @@ def verify(
     timeout: Number = None,
     jobs: Whole = None,
     evidence: Path | None = None,
+    json: Path | None = None,
     failures: Path = Path(".lossgate"),
     shard: str | None = None,
 ) -> int:
@@ -78,7 +83,12 @@ def verify(
             work the run took.
         no_cache: Draw all problems anew, and find out anew which mistakes they show. Nothing is
             read from the cache or from the decks that come with lossgate, and nothing is kept.
-        profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
+        profile: dev (the default), quick, ci, nightly, release, or one of
+            [tool.lossgate.profiles] in pyproject.toml.
+        quick: The same as --profile quick: one rank and one layout that splits most axes, in one
+            dtype. What it leaves out, it leaves unseen.
+        changed: The targets are files that changed, of any kind. Pass over those without a
+            candidate, instead of refusing them. Only files that mention lossgate are imported.
         examples: Problems for each cell. A cell is one candidate, layout and dtype.
         ranks: Ranks of the largest layout.
         matrix: covering (the default of dev and ci), or full for every layout of at most --ranks
@@ -91,6 +101,8 @@ def verify(
             until it returns. After that it counts as hanging.
         jobs: Processes side by side; 0 for one on each core.
         evidence: Append evidence for lossgate gate to this file: a JSON line for each cell.
+        json: Write the verdict, and the verdict, cause, remedy and replay command of each cell, to
+            this file. It is gone if the run ends without a verdict.
         failures: Folder for failure files.
         shard: Verify one of several even parts of the matrix, such as 3/8. The parts are the same
             on every machine.
@@ -100,9 +112,17 @@ def verify(
 
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
+    if quick and profile is not None:
+        raise UsageError(f"--quick and --profile {profile}: expected one of them; --quick is --profile quick")
+    if json is not None:
+        check_outputs({"json": json}, [*map(Path, targets), *([] if evidence is None else [evidence])])
+        if json.is_file():
+            json.unlink()
     if no_cache:
         os.environ[FOLDER], os.environ[ANEW] = "", "yes"  # before load: workers inherit the environment
     load()
+    if changed and not (targets := _with_candidates(targets)):
+        return Exit.AGREE
 
     from lossgate.engine.matrix import Shard
     from lossgate.engine.plan import Selection
@@ -111,7 +131,7 @@ def verify(
     given = {"layouts": layout, "dtypes": dtype, "sizes": size, "properties": property}
     lists: dict[str, Any] = {name: tuple(values) if values else None for name, values in given.items()}
     settings = load_settings(
-        profile,
+        "quick" if quick else "dev" if profile is None else profile,
         examples=examples,
         ranks=ranks,
         matrix=matrix,
@@ -133,7 +153,7 @@ def verify(
         failures=failures,
         volume=_volume(quiet, verbose),
     )
-    return driven(settings.world, lambda: _verify(wanted, evidence))
+    return driven(settings.world, lambda: _verify(wanted, evidence, json))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +181,34 @@ def _volume(quiet: bool, verbose: bool) -> Volume:
     return Volume.VERBOSE if verbose else Volume.NORMAL
 
 
-def _verify(wanted: _Wanted, evidence: Path | None) -> int:
+def _with_candidates(targets: Sequence[str]) -> tuple[str, ...]:
+    """Returns the targets that hold candidates, and tells of the others.
+
+    A file that doesn't mention lossgate is not imported: it may be a script.
+    """
+    from lossgate.declaration.candidate import Candidate
+    from lossgate.declaration.modules import kept_in, load_module, made_in
+
+    def has_one(file: Path) -> bool:
+        if file.suffix != ".py" or b"lossgate" not in file.read_bytes():
+            return False
+        module = load_module(str(file), here=False)
+        return bool(made_in(module)) or any(isinstance(one, Candidate) for one in kept_in(module))
+
+    found = tuple(target for target in targets if not Path(target).is_file() or has_one(Path(target)))
+    if others := [target for target in targets if target not in found]:
+        rest = "" if found else ", so nothing is verified"
+        say(f"no candidate in {in_a_row(others)}{rest}")
+    return found
+
+
+def _verify(wanted: _Wanted, evidence: Path | None, json: Path | None) -> int:
     """Verifies until all is done or a signal stops it. Returns the exit code."""
     tally = _Tally(evidence, numbers_only=wanted.settings.numbers_only)
     with ended_by_signals(tally.stop):
         _run(wanted, tally)
-    return tally.code
+    told, verdict, code = tally.told, tally.verdict.name, tally.code
+    return code if json is None or told is None else write_outputs({"json": (json, lambda: told.text(verdict))}, code)
 
 
 class _Tally:
@@ -178,6 +220,7 @@ class _Tally:
         self.terminal: Terminal | None = None
         self.file: EvidenceFile | None = None
         self.evidence, self._cells, self._done = evidence, 0, 0
+        self.told: ForPrograms | None = None
 
     @property
     def code(self) -> Exit:
@@ -212,12 +255,14 @@ def _run(wanted: _Wanted, tally: _Tally) -> None:
     from lossgate.engine.run import run
     from lossgate.evidence.writer import EvidenceFile
     from lossgate.reports.failures import FailureFiles
+    from lossgate.reports.json_file import ForPrograms
     from lossgate.reports.terminal import Terminal
 
     with ExitStack() as stack:
         candidates = _chosen(load_all_candidates(wanted.targets), wanted.only)
         failure_files = FailureFiles(wanted.failures, say)
-        consumers: list[Consumer] = [failure_files, tally]
+        tally.told = ForPrograms(failure_files.replay)
+        consumers: list[Consumer] = [failure_files, tally, tally.told]
         if tally.evidence is not None:
             tally.file = EvidenceFile(tally.evidence, say, failure_files.replay)
             consumers.append(tally.file)

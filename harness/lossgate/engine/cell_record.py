@@ -366,12 +366,16 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     @builtins.property
     def first_told(self) -> str:
         """The cause and what to do, in one line. If no cause is named, the first that is told."""
-        lines = self.causes if self.cause else self.told[:1]
+        lines = self.causes[:1] if self.cause else self.told[:1]
+        return "; ".join(line.partition("\n")[0] for line in (*lines, *([f"to do: {self.todo}"] if self.todo else [])))
+
+    @builtins.property
+    def todo(self) -> str:
+        """What to do, in words: about the cause, if it is named. Empty if nothing is advised."""
+        if self.cause and len(self.causes) > 1:
+            return self.causes[1].removeprefix("to do: ")
         broken = (one.remedy for one in self.properties if not one.holds and one.explained is None)
-        todo = next(broken, self.failure.todo if self.failure is not None else "")
-        if todo and len(lines) == 1:
-            lines = (*lines, f"to do: {todo}")
-        return "; ".join(line.partition("\n")[0] for line in lines)
+        return next(broken, self.failure.todo if self.failure is not None else "")
 
     @builtins.property
     def why(self) -> str:

@@ -20,7 +20,8 @@ class RunStarted:
     shard: Shard | None = None
     """The part of the matrix that this run has; None if it has all."""
     remarks: tuple[str, ...] = ()
-    """A line for each layout and dtype that was asked for and that a candidate leaves out."""
+    """A line for each layout and dtype that was asked for and that a candidate leaves out, and one
+    about a quick look."""
 
 
 @dataclass(frozen=True)

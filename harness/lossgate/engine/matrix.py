@@ -4,7 +4,8 @@
 Few layouts are enough. There are 38 layouts of at most 8 ranks, and the one that splits every axis
 in two shows nearly all known mistakes that any of them shows. So by default the layouts cover only
 what differs: no split, each axis alone, each pair, all axes, and uneven shards. Further dtypes
-change how numbers are rounded, but hardly how they are split. They get three layouts.
+change how numbers are rounded, but hardly how they are split. They get three layouts. The least is
+no split and the layout that splits most axes, in one dtype.
 """
 
 import re
@@ -39,6 +40,8 @@ def finest(dtypes: Sequence[str]) -> str:
 
 def _dtypes_of(candidate: Candidate, settings: Settings) -> list[str]:
     """Returns the dtypes in which a candidate is verified."""
+    if settings.matrix == "least" and not settings.dtypes:
+        return [finest(candidate.dtypes)]
     return [dtype for dtype in dict.fromkeys(settings.dtypes or candidate.dtypes) if dtype in candidate.dtypes]
 
 
@@ -50,11 +53,13 @@ def _layouts_in(candidate: Candidate, settings: Settings, dtype: str, dtypes: Se
     if settings.matrix == "full":
         return possible
     chosen = covering(possible)
-    if dtype != finest(dtypes):
+    if dtype != finest(dtypes) or settings.matrix == "least":
         most_split = max(chosen, key=lambda layout: len(layout.axes))
         chosen = list(dict.fromkeys((Layout(), most_split)))
     rest = [layout for layout in possible if layout not in chosen]
-    if rest:  # candidates differ in this layout, so that many candidates see many layouts
+    if (
+        rest and settings.matrix != "least"
+    ):  # candidates differ in this layout, so that many candidates see many layouts
         chosen.append(rest[crc32(f"{candidate.name} {dtype} {settings.seed}".encode()) % len(rest)])
     return sorted(chosen, key=_size)
 

@@ -26,6 +26,7 @@ from lossgate.engine.settings import Settings
 from lossgate.engine.workers import Done, run_side_by_side
 from lossgate.worlds.base import WorldLost
 
+_QUICK = "a quick look: one rank, and one layout that splits most axes, in one dtype; --profile ci sees more"
 _LAYOUTS = 2
 """The number of layouts on which a candidate must fail before it is given up. The failure on a
 single layout may be due to that layout.
@@ -109,7 +110,9 @@ def run(
     if selection is not None:
         matrix = selection.take(matrix)
     cells = matrix if shard is None else shard.take(matrix)
-    yield RunStarted(tuple(cells), settings, tuple(matrix), shard, tuple(left_out(candidates, settings)))
+    is_quick = settings.matrix == "least" and not settings.layouts
+    remarks = (*([_QUICK] if is_quick else []), *left_out(candidates, settings))
+    yield RunStarted(tuple(cells), settings, tuple(matrix), shard, remarks)
     jobs = 1 if settings.world == "torchrun" else min(settings.jobs or os.cpu_count() or 1, len(cells))
     in_this_process = here or (jobs == 1 and not _can_move(cells, settings))
     known, alike = examples_of(matrix), SameFailures()

@@ -62,9 +62,10 @@ class Settings:
     ``examples`` more problems, and problems that may show what is missing."""
     ranks: _Ranks = 4
     """The ranks of the largest layout, if no layouts are named."""
-    matrix: Annotated[str, one_of(("covering", "full"))] = "covering"
-    """The layouts, if none are named: ``covering`` for a few that cover what differs, or ``full``
-    for all of at most ``ranks`` ranks that the candidate's axes allow, in every dtype."""
+    matrix: Annotated[str, one_of(("least", "covering", "full"))] = "covering"
+    """The layouts, if none are named: ``covering`` for a few that cover what differs, ``full`` for
+    all of at most ``ranks`` ranks that the candidate's axes allow, in every dtype, or ``least`` for
+    one rank and the one of these few that splits most axes, in one dtype."""
     layouts: _Layouts = ()
     """The layouts to verify on; by default those of ``matrix``."""
     dtypes: _Dtypes = ()
@@ -121,6 +122,7 @@ class Settings:
 
 PROFILES: Mapping[str, Settings] = {
     "dev": Settings(),
+    "quick": Settings(examples=8, rounds=8, ranks=8, matrix="least", jobs=0, property_problems=1, property_ranks=1),
     "ci": Settings(examples=12, rounds=8, ranks=8, jobs=0, property_problems=1, property_ranks=2),
     "nightly": Settings(examples=100, ranks=16, matrix="full", jobs=0, property_problems=8, property_ranks=16),
     "release": Settings(examples=300, ranks=16, matrix="full", jobs=0, property_problems=20, property_ranks=16),

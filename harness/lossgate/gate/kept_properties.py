@@ -163,7 +163,7 @@ def _is_large(key: CellKey, settings: Mapping[str, Any]) -> bool:
         return False
     try:
         layout = Layout.parse(key.layout)
-        if settings.get("matrix") == "covering":
+        if settings.get("matrix") in ("least", "covering"):
             return layout.ranks > 1
         return max(layout.sizes.values()) > settings["property_ranks"]
     except (UsageError, ValueError, TypeError):  # evidence may hold anything
@@ -172,7 +172,7 @@ def _is_large(key: CellKey, settings: Mapping[str, Any]) -> bool:
 
 def _of_large(settings: Mapping[str, Any]) -> str:
     """Returns why a property was not checked on a large layout, and what to do."""
-    if settings.get("matrix") == "covering":
+    if settings.get("matrix") in ("least", "covering"):
         return (
             "its run checks it on few layouts. Verify with --matrix full, or leave such layouts and dtypes out of the "
             "rule"

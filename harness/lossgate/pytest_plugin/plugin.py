@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--lossgate-profile",
         metavar="NAME",
-        help="how much to verify: dev, ci, nightly, release, or one of pyproject.toml",
+        help="how much to verify: dev, quick, ci, nightly, release, or one of pyproject.toml",
     )
     group.addoption(
         "--lossgate-evidence", metavar="FILE", type=Path, help="append evidence for lossgate gate to this file"

@@ -36,7 +36,7 @@ def suite(
 
     Args:
         candidate: the candidate to verify.
-        profile: how much to try: "dev", "ci", "nightly", "release", or one of
+        profile: how much to try: "dev", "quick", "ci", "nightly", "release", or one of
             ``[tool.lossgate.profiles]`` in pyproject.toml. ``pytest --lossgate-profile`` wins.
         layouts: the layouts, such as ``["single", "tp=2,cp=2"]``. By default those of ``matrix``.
         dtypes: the dtypes of inputs, such as ``["bfloat16"]``. By default all that the candidate
@@ -57,7 +57,12 @@ def suite(
         raise UsageError(
             f"suite({shown(candidate)}): expected a candidate; decorate the kernel with @lossgate.candidate(...)"
         )
-    import pytest
+    try:
+        import pytest
+    except ImportError:
+        raise UsageError(
+            "lossgate.suite needs pytest, which is not installed; pip install 'lossgate[pytest]'"
+        ) from None
 
     settings = {
         "profile": profile,

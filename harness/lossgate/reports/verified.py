@@ -103,7 +103,7 @@ def verify(
             takes.
         properties: the properties, such as ``["agreement"]``; ``lossgate list`` shows them. By
             default all that apply.
-        profile: how much to try: "dev", "ci", "nightly", "release", or one of
+        profile: how much to try: "dev", "quick", "ci", "nightly", "release", or one of
             ``[tool.lossgate.profiles]`` in pyproject.toml.
         examples: the least problems for each layout and dtype. By default those of the profile.
         ranks: the ranks of the largest layout. By default those of the profile.
