@@ -14,7 +14,7 @@ from lossgate.cases.rank_call import How, RankCall, plainly
 from lossgate.cases.untrained import untrained
 from lossgate.problems.batch import GlobalBatch
 from lossgate.properties.registry import Checked, property
-from lossgate.properties.would_show import needing
+from lossgate.properties.would_show import all_of, needing
 from lossgate.worlds.base import RankRaised
 
 _BROADCAST = 2
@@ -25,10 +25,34 @@ def _may_lose_one(case: Case) -> bool:
     return any(len(shard) > _BROADCAST for shard in case.placed.partition.token_shards.values())
 
 
+def _refuses_shapes(case: Case) -> bool:
+    return "shapes" in case.candidate.refuses
+
+
+def _refuses_labels_of_groups(case: Case) -> bool:
+    return "labels" in case.candidate.refuses and case.problem.group_size > 1
+
+
+def _first_of_each_place(case: Case) -> list[int]:
+    """Returns the first trained token of each place in a group: of chosen responses, and of
+    rejected ones. It has fewer if a place trains nothing.
+    """
+    tokens = _trained(case).nonzero().squeeze(1)
+    places = case.placed.batch.fields["sequence"][tokens] % case.problem.group_size
+    return [int(tokens[places == place][0]) for place in places.unique()]
+
+
 @property(
     "bad-inputs",
-    mistakes=needing(
-        "labels that are too few are broadcast", _may_lose_one, lambda case: "shapes" in case.candidate.refuses
+    mistakes=all_of(
+        needing(
+            "labels that are too few are broadcast", _may_lose_one, lambda case: "shapes" in case.candidate.refuses
+        ),
+        needing(
+            "the labels of one response of a group are not checked",
+            lambda case: len(_first_of_each_place(case)) == case.problem.group_size,
+            _refuses_labels_of_groups,
+        ),
     ),
     applies=lambda candidate: bool(candidate.refuses) or candidate.conventions.empty_ranks == "refused",
     fits=lambda case: case.world.repeatable and bool(_trained(case).any()),
@@ -44,7 +68,7 @@ def bad_inputs(case: Case) -> Checked:
     vocab, faults = case.problem.vocab, list[str]()
     if "labels" in case.candidate.refuses:
         trained = _trained(case).nonzero().squeeze(1).tolist()
-        for label, token in product((vocab, -1), dict.fromkeys((trained[0], trained[-1]))):
+        for label, token in product((vocab, -1), dict.fromkeys((*_first_of_each_place(case), trained[-1]))):
             if _takes(case, _as_given, _with_label(case.placed.batch, token, label)):
                 faults.append(f"the label {label} of a trained token raises no error, with a vocabulary of {vocab}")
     if "shapes" in case.candidate.refuses and _takes(case, _with_short_ids, case.placed.batch):
