@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf, isnan
 from typing import Literal, NamedTuple, get_args
 
 from lossgate.judge.statistics import SCALE
@@ -71,7 +72,7 @@ class Comparison:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each statistic as a share of its limit; over 1 is a disagreement."""
+        """Each statistic as a share of its limit; over 1 is a disagreement. NaN is over all."""
         return {name: _share(abs(value), self.limits[name]) for name, value in self.values.items()}
 
     @property
@@ -101,11 +102,13 @@ class Comparison:
         1 - e, is surely rejected.
         """
         if self.vacuous or not self.values:
-            return float("inf")
+            return inf
         return self.limits[SCALE] + abs(self.values[SCALE])
 
 
 def _share(value: float, limit: float) -> float:
+    if isnan(value) or isnan(limit):
+        return inf
     if limit:
         return value / limit
-    return float("inf") if value else 0.0
+    return inf if value else 0.0

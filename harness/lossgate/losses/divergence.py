@@ -70,7 +70,7 @@ def _term_by_term(values: TokenValues, batch: DivergenceBatch, options: Divergen
     if options.divergence_type == "reverse":
         return _mean(kl(log_q, log_p), batch)
     weight = log_q.new_full((), options.beta)
-    log_r = (weight * log_p.exp() + (1 - weight) * log_q.exp()).log()
+    log_r = torch.logaddexp(log_p + weight.log(), log_q + (1 - weight).log())  # no 0 * log(0) where both underflow
     return _mean(weight * kl(log_p, log_r) + (1 - weight) * kl(log_q, log_r), batch)
 
 

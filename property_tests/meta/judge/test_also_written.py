@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A loss that a spec says is also written otherwise has the noise of all its ways."""
 
+from dataclasses import replace
+from math import nan
 from typing import Any
 
 import pytest
@@ -8,10 +10,13 @@ import torch
 from torch import Tensor
 
 import lossgate
-from lossgate import Candidate, Outputs, Spec, candidate
+from lossgate import Candidate, Outputs, Spec, UsageError, candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placement import sample_problems
+from lossgate.dense_candidates import dense_candidate
+from lossgate.judge.comparison import Comparison
 from lossgate.judge.ensemble import rounded_runs, run_ensemble, stages_of
+from lossgate.losses import SPECS
 from lossgate.specs.outputs import LOSS
 
 from .checks import MakeWorld, run
@@ -65,3 +70,34 @@ def test_every_second_member_takes_the_second_way() -> None:
     losses = run_ensemble(own.starts_at, bound.batch, bound.bound_spec, runs).outputs[LOSS]
     off = (losses - bound.reference((LOSS,))[LOSS]).abs()
     assert float(off[1::2].median()) > 10 * float(off[0::2].median())
+
+
+def underflowing(values: Any, batch: Any, options: Any) -> Tensor:
+    """In float32 it is 0 * log(0); the reference has float64, where nothing underflows."""
+    tiny = (values.logprobs.detach() * 0 - 200).exp()
+    return squared(values, batch, options) + mean(tiny * tiny.log(), batch)
+
+
+def test_a_way_that_is_nan_is_told_and_lets_nothing_through(make_world: MakeWorld) -> None:
+    """A NaN is over no limit and under none, so anything would be within NaN."""
+    own, world = kernel(declared(underflowing)), make_world("single")
+    (problem,) = sample_problems(own, world.layout, "float32", 1, seed=0)
+    with pytest.raises(UsageError, match=r"^spec 'squared': loss is NaN in a run that rounds as right kernels do"):
+        run(own, problem, world)
+
+
+def test_a_statistic_that_is_nan_disagrees() -> None:
+    assert not Comparison(output=LOSS, values={"scale": 0.0, "worst": nan}, limits={"scale": 1.0, "worst": 1.0}).agrees
+    assert not Comparison(output=LOSS, values={"scale": 0.0, "worst": 0.0}, limits={"scale": 1.0, "worst": nan}).agrees
+
+
+@pytest.mark.parametrize("head", ["hidden", "logits"])
+def test_all_ways_of_a_divergence_are_finite_on_sure_students(head: str) -> None:
+    """Where student and teacher both underflow, so does their mixture."""
+    own = dense_candidate(SPECS["divergence"], head)
+    sure = {"logit_std": 30.0, "scenario": {"teacher": "near"}, "options": {"divergence_type": "jsd", "beta": 0.1}}
+    for drawn in sample_problems(own, lossgate.Layout(), "float32", 4, seed=0):
+        bound = BoundProblem(own.spec, replace(drawn, **sure, masks=("all",) * len(drawn.lengths)))
+        runs = rounded_runs(bound.batch, stages_of(own, "float32"), "seed")
+        ensemble = run_ensemble(own.starts_at, bound.batch, bound.bound_spec, runs)
+        assert all(bool(one.isfinite().all()) for one in ensemble.outputs.values())
