@@ -184,8 +184,8 @@ class Oracle:
         if bool(torch.where(known.isfinite(), runs.amin(0), 0.0).isnan().any()):  # then anything would be within it
             raise UsageError(
                 f"spec {self._bound.spec.name!r}: {output} is NaN in a run that rounds as right kernels do, and "
-                f"finite in the reference; write the reference, and what also_written= names, without 0 * log(0) or inf - inf in "
-                f"float32 (on {self._bound.problem.describe()})"
+                f"finite in the reference; write the reference, and what also_written= names, without 0 * log(0) or "
+                f"inf - inf in float32 (on {self._bound.problem.describe()})"
             )
         return Tolerance(
             output,
