@@ -354,8 +354,8 @@ class PlainKernel:
 
     def __call__(self, inputs: Any, options: Any, mesh: Any) -> Any:
         given = {one: self.things.of(thing, inputs, options) for one, thing in self.mapping.items()}
-        found = self.fn(*(given.pop(one) for one in self.by_position if one in given), **given)
-        return self.things.returned(found, inputs)
+        first = [given.pop(one) for one in self.by_position if one in given]
+        return self.things.returned(self.fn(*first, **given), inputs)
 
     def in_own_words(self, text: str) -> str:
         """Returns what names of a text are to the function: its parameters, or counts that it is

@@ -25,7 +25,8 @@ def named(given: Any) -> Any:
     """Returns the name of a dtype of torch, and anything else as it is: ``torch.bfloat16`` is
     "bfloat16".
     """
-    return str(given).removeprefix("torch.") if type(given).__module__ == "torch" else given
+    is_torchs = (type(given).__module__, type(given).__name__) == ("torch", "dtype")
+    return str(given).removeprefix("torch.") if is_torchs else given
 
 
 def nearest_dtype(given: object, known: Iterable[str] = DTYPES) -> str:

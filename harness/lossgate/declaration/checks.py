@@ -82,7 +82,7 @@ def _dtypes(argument: Argument) -> tuple[str, ...]:
     if not isinstance(given, str) and isinstance(named(given), str):  # a dtype of torch alone
         given = (given,)
     if isinstance(given, tuple | list):
-        given = tuple(map(named, given))
+        given = type(given)(map(named, given))
     return Argument(argument.call, argument.name, given).names(DTYPES, "unknown dtype", near=nearest_dtype, needed=True)
 
 
