@@ -111,6 +111,13 @@ def test_right():
 
 def test_ignored_counted():
     lossgate.assert_matches(ignored_counted, "nll", "liger.cross_entropy")
+
+def mean_of_rows(logits, labels, mask):
+    return (torch.nn.functional.cross_entropy(logits.mT, labels, reduction="none") * mask).mean()
+
+def test_mean_of_rows():
+    parameters = {"logits": "logits", "labels": "labels", "mask": "mask"}
+    lossgate.assert_matches(mean_of_rows, "nll", parameters, rows=True)
 """
 SECONDS = """
 import json, pytest, time
@@ -123,7 +130,13 @@ def _seconds(request):
         print(json.dumps([request.node.name, time.process_time() - start]), file=file)
 """
 CAUSES = {
-    "liger": (LIGER, {"test_ignored_counted": "in place of valid_tokens the kernel takes the number of all tokens"}),
+    "liger": (
+        LIGER,
+        {
+            "test_ignored_counted": "in place of valid_tokens the kernel takes the number of all tokens",
+            "test_mean_of_rows": "the mean is over all entries of rows, padding included, and not over valid_tokens",
+        },
+    ),
     "trl": (TRL, {"test_wrong_sign": "where the reference computes `rewards[0::2] - rewards[1::2]`"}),
     "verl": (
         VERL,
@@ -223,7 +236,9 @@ def test_too_little_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_preset_names_what_its_spec_has() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/own-tests.md").read_text()
     for name, preset in PRESETS.items():
+        assert f'`"{name}"`' in page
         assert {*preset.needs} <= {*preset.names.values()}, name
         own = [next(one for one, thing in preset.names.items() if thing == needed) for needed in preset.needs]
 

@@ -229,10 +229,11 @@ def assert_matches(
 
         lossgate.assert_matches(F.cross_entropy, "nll", {"input": "logits", "target": "labels"})
 
-    It draws problems as ``lossgate verify`` does, until each mistake that the spec knows would have
-    shown, and compares the loss and its gradients with the float64 reference, then a few further
-    calls with the first. The full verdict, ``lossgate.verify`` with the same arguments, adds
-    microbatches and ranks of dp, every property on more problems, and profiles that try more.
+    It compares the loss and its gradients with the float64 reference, on the problems that
+    ``lossgate verify`` draws, and holds the function to the other properties that apply, such as
+    microbatches and strided inputs, on a few of these. The full verdict, ``lossgate.verify`` with
+    the same arguments, adds ranks of dp, more problems for each property, and profiles that try
+    more.
 
     Args:
         fn: the function, or a module of torch. Of several results the first is judged: the loss, a
