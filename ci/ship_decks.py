@@ -32,8 +32,8 @@ def declared() -> Iterator[tuple[str, str, str]]:
     """Yields the spec, head and dtype of those who declare no more than they must. A preset stands
     in place of a spec, with the parameters of the function in place of a head.
     """
-    from lossgate.adapters.presets import PRESETS
     from lossgate.losses import SPECS
+    from lossgate.plain_functions.presets import PRESETS
 
     yield from ((preset, parameters, "float32") for preset in PRESETS for parameters in ("needed", "all"))
     yield from ((spec.name, head, dtype) for spec in SPECS.values() for head in spec.inputs for dtype in DTYPES)
@@ -44,9 +44,9 @@ def make(spec: str, head: str, dtype: str) -> None:
     import torch
 
     from lossgate import candidate
-    from lossgate.adapters.presets import PRESETS
     from lossgate.adequacy.choice import choice_of
     from lossgate.adequacy.deck import deck_of
+    from lossgate.plain_functions.presets import PRESETS
 
     torch.set_num_threads(1)
     if spec in PRESETS:
@@ -61,8 +61,8 @@ def make(spec: str, head: str, dtype: str) -> None:
 
 def of_preset(name: str, *, everything: bool) -> "Candidate":
     """Returns the candidate of a function that has all parameters of a preset, or what it needs."""
-    from lossgate.adapters.plain_function import as_candidate
-    from lossgate.adapters.presets import PRESETS
+    from lossgate.plain_functions.plain_function import as_candidate
+    from lossgate.plain_functions.presets import PRESETS
 
     preset, keyword = PRESETS[name], Parameter.KEYWORD_ONLY
     by_thing = {thing: one for one, thing in preset.names.items() if everything or thing in preset.needs}

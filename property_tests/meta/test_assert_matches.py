@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lossgate
-from lossgate.adapters.plain_function import as_candidate
-from lossgate.adapters.presets import PRESETS
 from lossgate.base.errors import UsageError
 from lossgate.engine.settings import Settings, names_of
+from lossgate.plain_functions.plain_function import as_candidate
+from lossgate.plain_functions.presets import PRESETS
 
 TRL = """
 import torch

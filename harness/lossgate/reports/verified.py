@@ -13,7 +13,6 @@ from typing import Any, overload
 from rich.console import Console
 from rich.text import Text
 
-from lossgate.adapters.plain_function import PlainKernel, as_candidate
 from lossgate.base.errors import UsageError
 from lossgate.base.spelling import shown
 from lossgate.declaration.candidate import Candidate
@@ -24,6 +23,7 @@ from lossgate.engine.cell_record import Verdict
 from lossgate.engine.events import Event, RunFinished, RunStarted
 from lossgate.engine.run import run
 from lossgate.engine.settings import Settings, load_settings, names_of
+from lossgate.plain_functions.plain_function import PlainKernel, as_candidate
 from lossgate.reports.console import printable
 from lossgate.reports.describe import describe, heading
 from lossgate.reports.failures import FailureFiles

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lossgate.adapters.presets import PRESETS, Preset
 from lossgate.base.argument import Argument, arguments
 from lossgate.base.layout import AXES, Axis, Layout
 from lossgate.base.spelling import nearest
@@ -24,6 +23,7 @@ from lossgate.declaration.candidate import Candidate, Outputs
 from lossgate.declaration.checks import check_spec, declared
 from lossgate.declaration.conventions import Conventions
 from lossgate.declaration.supports import ANY, Excluded
+from lossgate.plain_functions.presets import PRESETS, Preset
 from lossgate.specs.heads import HEADS
 from lossgate.specs.record import Field, fields_of
 from lossgate.specs.spec import Spec
