@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the decks that come with lossgate anew, for what is declared most: by the candidates of
-``ci/verify``, by the kernel of the README, and by whoever declares no more than one must.
+``ci/verify``, by the kernel of the README, by the presets of ``lossgate.assert_matches``, and by
+whoever declares no more than one must.
 
     python ci/ship_decks.py          # in the environment of ci/verify; ten minutes
 
@@ -13,18 +14,28 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from inspect import Parameter, Signature
 from multiprocessing import Pool
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lossgate.declaration.candidate import Candidate
 
 ROOT = Path(__file__).parents[1]
 DTYPES = ("float32", "bfloat16")
 
 
 def declared() -> Iterator[tuple[str, str, str]]:
-    """Yields the spec, head and dtype of those who declare no more than they must."""
+    """Yields the spec, head and dtype of those who declare no more than they must. A preset stands
+    in place of a spec, with the parameters of the function in place of a head.
+    """
     from lossgate.losses import SPECS
+    from lossgate.plain_functions.presets import PRESETS
 
+    yield from ((preset, parameters, "float32") for preset in PRESETS for parameters in ("needed", "all"))
     yield from ((spec.name, head, dtype) for spec in SPECS.values() for head in spec.inputs for dtype in DTYPES)
 
 
@@ -35,10 +46,31 @@ def make(spec: str, head: str, dtype: str) -> None:
     from lossgate import candidate
     from lossgate.adequacy.choice import choice_of
     from lossgate.adequacy.deck import deck_of
+    from lossgate.plain_functions.presets import PRESETS
 
     torch.set_num_threads(1)
-    own = candidate(spec, head=head, dtypes=(dtype,), name="any")(lambda inputs, options, mesh: None)
-    choice_of(own, deck_of(own, dtype, seed=0), dtype)
+    if spec in PRESETS:
+        own = of_preset(spec, everything=head == "all")
+    else:
+        own = candidate(spec, head=head, dtypes=(dtype,), name="any")(lambda inputs, options, mesh: None)
+    deck = deck_of(own, dtype, seed=0)
+    choice_of(own, deck, dtype)
+    if own.excludes and deck.equivalent:
+        _ = deck_of(replace(own, excludes={}), dtype, seed=0).equivalent
+
+
+def of_preset(name: str, *, everything: bool) -> "Candidate":
+    """Returns the candidate of a function that has all parameters of a preset, or what it needs."""
+    from lossgate.plain_functions.plain_function import as_candidate
+    from lossgate.plain_functions.presets import PRESETS
+
+    preset, keyword = PRESETS[name], Parameter.KEYWORD_ONLY
+    by_thing = {thing: one for one, thing in preset.names.items() if everything or thing in preset.needs}
+
+    def takes(**given: Any) -> None: ...
+
+    takes.__dict__["__signature__"] = Signature([Parameter(one, keyword) for one in by_thing.values()])
+    return as_candidate("", takes, preset.spec, name, layouts=("single",))
 
 
 def verify(folder: Path) -> None:

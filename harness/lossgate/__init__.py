@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lossgate.problems.problem import Problem
     from lossgate.properties.registry import Checked, OwnMistake, Property, property
     from lossgate.pytest_plugin.suite import suite
-    from lossgate.reports.verified import verify
+    from lossgate.reports.verified import assert_matches, verify
     from lossgate.specs.coverage_goals import CoverageGoal
     from lossgate.specs.declare import spec
     from lossgate.specs.field_context import FieldContext
@@ -78,6 +78,7 @@ _HOMES = {
     "TokenValues": "specs.token_values",
     "UsageError": "base.errors",
     "all_ranks_assert": "worlds.running",
+    "assert_matches": "reports.verified",
     "candidate": "declaration.candidate",
     "compare": "engine.compare",
     "current_mesh": "worlds.running",
@@ -124,6 +125,7 @@ __all__ = [
     "TokenValues",
     "UsageError",
     "all_ranks_assert",
+    "assert_matches",
     "candidate",
     "compare",
     "current_mesh",

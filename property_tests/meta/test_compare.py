@@ -338,12 +338,6 @@ MISUSE: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {},
         r"compare: 'mean' supports reduction=\('mean',\), but 'sum' supports \('sum',\); declare a value that",
     ),
-    "layout": (
-        FUSED,
-        ONLINE,
-        {"layouts": "tp=2"},
-        r"compare\(layouts='tp=2'\): expected a tuple; write layouts=\('tp=2',\)",
-    ),
     "axes": (
         declared(plain, "one"),
         declared(plain, "other", axes=("dp", "cp")),

@@ -41,7 +41,7 @@ def test_whole_numbers_of_an_option_that_takes_floats_are_floats() -> None:
         ({"axes": ("dp", "dp")}, "candidate(axes=('dp', 'dp')): 'dp' is named twice; name it once"),
         ({"dtypes": ("bfloat",)}, "candidate(dtypes=('bfloat',)): unknown dtype 'bfloat'; did you mean 'bfloat16'?"),
         ({"dtypes": ("int8",)}, "unknown dtype 'int8'; expected one of float32, bfloat16, float16"),
-        ({"dtypes": (torch.float32,)}, "unknown dtype torch.float32; did you mean 'float32'?"),
+        ({"dtypes": (torch.float64,)}, "unknown dtype 'float64'; that is the dtype of the reference"),
         (
             {"head": "logprobs", "refuses": ("shapes",)},
             "candidate(refuses=('shapes',)): a kernel that starts from logprobs needs no labels or ids, so it has no",

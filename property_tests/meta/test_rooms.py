@@ -38,6 +38,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("spec_check",),
     ("evidence",),
     ("gate",),
+    ("plain_functions",),
     ("reports",),
     ("pytest_plugin",),
     ("cli", "__main__"),

@@ -6,6 +6,7 @@ This module does not load torch, so that settings can be checked before torch is
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from lossgate.base.spelling import nearest, shown
 
@@ -18,6 +19,14 @@ _KNOWN_AS = {
     **{name: f"did you mean {one!r}?" for name, one in _OTHER_NAMES.items()},
 }
 """Hints about other names that users may try."""
+
+
+def named(given: Any) -> Any:
+    """Returns the name of a dtype of torch, and anything else as it is: ``torch.bfloat16`` is
+    "bfloat16".
+    """
+    is_torchs = (type(given).__module__, type(given).__name__) == ("torch", "dtype")
+    return str(given).removeprefix("torch.") if is_torchs else given
 
 
 def nearest_dtype(given: object, known: Iterable[str] = DTYPES) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -213,7 +214,7 @@ def candidate(
     head: str,
     tokens: Tokens = "shard",
     axes: tuple[Axis, ...] = (),
-    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    dtypes: tuple[str | torch.dtype, ...] | torch.dtype = ("float32", "bfloat16"),
     precision: Precision | Mapping[str, Precision] | None = None,
     contract: Contract | None = None,
     supports: Mapping[str, Any] | None = None,
@@ -252,7 +253,7 @@ def candidate(
             a framework has them before it shifts and splits.
         axes: the mesh axes over which it can be sharded, of "dp", "cp", "tp"; none for a kernel of
             a single rank.
-        dtypes: the dtypes of inputs that it takes.
+        dtypes: the dtypes of inputs that it takes, by name or as torch's own.
         precision: where it rounds: a ``Precision`` for all dtypes, or a mapping with one for each.
             By default it computes in float32, whatever the dtype of its inputs.
         contract: how the ranks' results are put together. By default loss, metrics and gradients of

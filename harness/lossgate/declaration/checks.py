@@ -12,7 +12,7 @@ from typing import Any
 from lossgate.base.argument import Argument, Arguments
 from lossgate.base.errors import UsageError
 from lossgate.base.layout import AXES, Axis
-from lossgate.base.names import DTYPES, nearest_dtype
+from lossgate.base.names import DTYPES, named, nearest_dtype
 from lossgate.base.spelling import shown
 from lossgate.declaration.budgets import Budgets
 from lossgate.declaration.contract import Contract
@@ -78,7 +78,12 @@ def check_axes(argument: Argument) -> tuple[Axis, ...]:
 
 
 def _dtypes(argument: Argument) -> tuple[str, ...]:
-    return argument.names(DTYPES, "unknown dtype", near=nearest_dtype, needed=True)
+    given = argument.value
+    if not isinstance(given, str) and isinstance(named(given), str):  # a dtype of torch alone
+        given = (given,)
+    if isinstance(given, tuple | list):
+        given = type(given)(map(named, given))
+    return Argument(argument.call, argument.name, given).names(DTYPES, "unknown dtype", near=nearest_dtype, needed=True)
 
 
 def _differentiable(spec: Spec, argument: Argument) -> tuple[str, ...]:
@@ -166,6 +171,7 @@ def _tiles(argument: Argument) -> dict[str, tuple[int, ...]]:
 def _precision(spec: Spec, dtypes: tuple[str, ...], argument: Argument) -> dict[str, Precision]:
     """Returns the precision for each dtype."""
     if isinstance(argument.value, Mapping):
+        argument = Argument(argument.call, argument.name, {named(key): own for key, own in argument.value.items()})
         found = argument.mapping("", dtypes, f"dtypes={dtypes!r} has no")
         for _, one in argument.items():
             one.instance(Precision, "lossgate.Precision(...)")

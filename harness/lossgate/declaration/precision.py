@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lossgate.base.argument import Argument, arguments
-from lossgate.base.names import DTYPES, nearest_dtype
+from lossgate.base.names import DTYPES, named, nearest_dtype
 from lossgate.numerics.float_formats import FLOAT_FORMATS, ROUNDED_TO, TF32, RoundedTo, coarsest, coarsest_of
 from lossgate.numerics.rounded_arithmetic import Stages
 
@@ -74,6 +74,8 @@ class Precision:
     them by the upstream gradient in backward: they are rounded twice."""
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, named(value))
         for name, given in arguments("Precision(", vars(self)).items():
             if name == "grads_in_forward":
                 given.truth()

@@ -23,6 +23,7 @@ from lossgate.diagnosis.fitted_numbers import fitted_factors, mixed_in, whole_nu
 from lossgate.diagnosis.inquiry import FIRST, FRESH, Inquiry
 from lossgate.diagnosis.observed import layouts_of
 from lossgate.diagnosis.one_mistake import beside_rounding, condition_alone, explaining, on_most_problems, one_mistake
+from lossgate.diagnosis.padded_rows import means_over_rows
 from lossgate.diagnosis.partly import partly
 from lossgate.diagnosis.two_mistakes import two_mistakes
 from lossgate.diagnosis.where import where
@@ -72,9 +73,9 @@ def name_cause(
 def _compare(inquiry: Inquiry, bank: Iterable[Counterfactual], without: Collection[str]) -> None:
     """Compares mistakes with the first failing problems.
 
-    These are the bank, the terms of the loss, and factors. If none of them explains all, more
-    mistakes of options, single values that may be rounded and single operations of the loss are
-    added. If nothing fits at all, other losses that may be mixed in are added.
+    These are the bank, the terms of the loss, factors, and means over padded rows. If none of them
+    explains all, more mistakes of options, single values that may be rounded and single operations
+    of the loss are added. If nothing fits at all, other losses that may be mixed in are added.
     """
 
     def ask(mistakes: Iterable[Counterfactual]) -> list[Explanation]:
@@ -83,7 +84,7 @@ def _compare(inquiry: Inquiry, bank: Iterable[Counterfactual], without: Collecti
         return explaining(inquiry.seen, asked)
 
     first = inquiry.failing[0]
-    found = ask([*bank, *terms(first.setting), *fitted_factors(first)])
+    found = ask([*bank, *terms(first.setting), *fitted_factors(first), *means_over_rows(first)])
     if all(any(one.left) for one in found):  # each leaves something unexplained
         of_options = [*options_for_others(first.setting), *powers_of_options(first.setting)]
         found += ask([*of_options, *rounded(first.setting), *operations(first.setting)])

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
-from lossgate.base.argument import Argument
 from lossgate.base.errors import UsageError
 from lossgate.base.layout import Layout
 from lossgate.base.spelling import counted
@@ -20,7 +19,7 @@ from lossgate.engine.cell import Cell, CellResult, CellRun
 from lossgate.engine.cell_record import Verdict
 from lossgate.engine.matrix import layouts_and_dtypes
 from lossgate.engine.run_cell import run_cell
-from lossgate.engine.settings import Settings, load_settings
+from lossgate.engine.settings import Settings, load_settings, names_of
 from lossgate.engine.shared_declaration import able_alike
 from lossgate.engine.verdict import conclude, pooled_outputs
 from lossgate.judge.explain import explain_difference, explain_pooled_difference
@@ -158,8 +157,8 @@ def compare(
     kernel_a: Candidate,
     kernel_b: Candidate,
     *,
-    layouts: Iterable[str] | None = None,
-    dtypes: Iterable[str] | None = None,
+    layouts: Iterable[str] | str | None = None,
+    dtypes: Iterable[Any] | Any = None,
     profile: str = "dev",
     examples: int | None = None,
     seed: int | None = None,
@@ -203,8 +202,8 @@ def compare(
     one, other = able_alike(kernel_a, kernel_b)
     settings = load_settings(
         profile,
-        layouts=_several("layouts", layouts),
-        dtypes=_several("dtypes", dtypes),
+        layouts=names_of("compare(", "layouts", layouts),
+        dtypes=names_of("compare(", "dtypes", dtypes),
         examples=examples,
         seed=seed,
         world="simulated",
@@ -319,12 +318,6 @@ def _places(able: Candidate, settings: Settings, names: tuple[str, str]) -> list
                 f"both take {', '.join(able.dtypes)}"
             )
     return layouts_and_dtypes(able, settings)
-
-
-def _several(argument: str, given: Iterable[str] | None) -> tuple[str, ...] | None:
-    if given is None:
-        return None
-    return tuple(map(str, Argument("compare(", argument, given).several(f"{argument}, or None")))
 
 
 def _check_not_given(**settings: Any) -> None:

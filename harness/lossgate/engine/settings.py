@@ -4,16 +4,17 @@
 A flag wins over the profile in pyproject.toml, which wins over the built-in profile.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta
 
+from lossgate.base.argument import Argument
 from lossgate.base.errors import UsageError
 from lossgate.base.layout import MAX_RANKS, Layout
-from lossgate.base.names import DEVICES, DTYPES, WORLD_NAMES, nearest_dtype
+from lossgate.base.names import DEVICES, DTYPES, WORLD_NAMES, named, nearest_dtype
 from lossgate.base.shape import Shape
 from lossgate.base.spelling import shown
 from lossgate.engine.toml_tables import Expected, each, one_of, parse_toml, read_field, read_fields
@@ -127,6 +128,18 @@ PROFILES: Mapping[str, Settings] = {
     "nightly": Settings(examples=100, ranks=16, matrix="full", jobs=0, property_problems=8, property_ranks=16),
     "release": Settings(examples=300, ranks=16, matrix="full", jobs=0, property_problems=20, property_ranks=16),
 }
+
+
+def names_of(call: str, argument: str, given: Iterable[Any] | Any) -> tuple[str, ...] | None:
+    """Returns the names of layouts, dtypes or properties that a call is given; None if it is given
+    none. A single one need not be in a list, and a dtype may be torch's own.
+
+    Raises:
+        UsageError: if they have no order.
+    """
+    alone = given if isinstance(given, str) else named(given)
+    names = (alone,) if isinstance(alone, str) else Argument(call, argument, given or ()).several(argument)
+    return tuple(str(named(one)) for one in names) or None
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,18 @@ from typing import Any
 
 from lossgate.base.argument import Argument
 from lossgate.base.errors import UsageError
+from lossgate.base.names import WORLD_NAMES
 from lossgate.base.spelling import shown
 from lossgate.declaration.candidate import Candidate
+from lossgate.engine.settings import names_of
 
 
 def suite(
     candidate: Candidate,
     *,
     profile: str = "dev",
-    layouts: Iterable[str] | None = None,
-    dtypes: Iterable[str] | None = None,
+    layouts: Iterable[str] | str | None = None,
+    dtypes: Iterable[Any] | Any = None,
     examples: int | None = None,
     ranks: int | None = None,
     matrix: str | None = None,
@@ -57,6 +59,8 @@ def suite(
         raise UsageError(
             f"suite({shown(candidate)}): expected a candidate; decorate the kernel with @lossgate.candidate(...)"
         )
+    if world is not None:
+        Argument("suite(", "world", world).one_of(WORLD_NAMES)
     try:
         import pytest
     except ImportError:
@@ -66,8 +70,8 @@ def suite(
 
     settings = {
         "profile": profile,
-        "layouts": _several("layouts", layouts),
-        "dtypes": _several("dtypes", dtypes),
+        "layouts": names_of("suite(", "layouts", layouts),
+        "dtypes": names_of("suite(", "dtypes", dtypes),
         "examples": examples,
         "ranks": ranks,
         "matrix": matrix,
@@ -80,9 +84,3 @@ def suite(
 
     test.__doc__ = f"{candidate.name} keeps every property of spec {candidate.spec.name}"
     return test
-
-
-def _several(argument: str, given: Iterable[str] | None) -> tuple[str, ...] | None:
-    """Returns the names of layouts or dtypes. None stands for those of the profile."""
-    names = Argument("suite(", argument, given or ()).several(argument)
-    return tuple(map(str, names)) or None

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that know nothing of lossgate, as candidates."""
