@@ -35,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("adequacy",),
     ("diagnosis",),
     ("engine",),
+    ("adapters",),
     ("spec_check",),
     ("evidence",),
     ("gate",),
