@@ -11,7 +11,7 @@ import ast
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
@@ -125,7 +125,7 @@ LIBRARIES = {
 """By the name of the adapter."""
 
 
-def available(targets: tuple[str, ...]) -> Iterator[tuple[str, UsageError | None]]:
+def available(targets: Sequence[str]) -> Iterator[tuple[str, UsageError | None]]:
     """Yields each target, and what keeps it from being imported, if it is an adapter of a library
     that is not there, or too old.
     """

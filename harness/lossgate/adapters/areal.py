@@ -9,22 +9,10 @@ from lossgate.adapters.support import BOTH, NO_SAMPLES, entry_of, load, pair_sum
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY
 
-_BARE = ("areal", "areal.utils", "areal.trainer", "areal.trainer.sft", "areal.trainer.dpo", "areal.trainer.rw")
+_BARE = "areal areal.utils areal.trainer areal.trainer.sft areal.trainer.dpo areal.trainer.rw"
 _ABSENT = (
-    "areal.api",
-    "areal.infra",
-    "areal.utils.data",
-    "areal.utils.logging",
-    "areal.experimental",
-    "areal.utils.stats_tracker",
-)
-_ABSENT += (
-    "areal.utils.perf_tracer",
-    "areal.utils.logging",
-    "areal.engine",
-    "ray",
-    "areal.utils.network",
-    "areal.utils.constants",
+    "areal.api areal.infra areal.utils.data areal.utils.logging areal.experimental areal.utils.stats_tracker "
+    "areal.utils.perf_tracer areal.engine ray areal.utils.network areal.utils.constants"
 )
 
 entry = entry_of("areal")

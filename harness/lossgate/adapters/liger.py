@@ -3,6 +3,8 @@
 
 # pyright: reportMissingParameterType=false
 
+from typing import Any
+
 import torch
 
 from lossgate.adapters.support import (
@@ -113,13 +115,16 @@ def chunked_jsd(x, o, mesh):
     return made(x.hidden, x.weight, x.teacher_logits, torch.eye(x.vocab_size), ignoring(x))
 
 
-_AVERAGED = {"dp": "avg"}
+_AVERAGED: Any = {"dp": "avg"}
 _CHUNKED = {
     "precision": Precision(grads_in_forward=True),
     "contract": Contract(loss=_AVERAGED, grads=dict.fromkeys(("hidden", "weight", "bias"), _AVERAGED)),
 }
-_GRPO = {"use_rho_correction": False, "beta": (0.0, 0.05), "clip_lower": ANY, "clip_higher": ANY, "temperature": ANY}
-_GRPO |= {"advantages_per": ONE_EACH} | UNBOUNDED_KL
+_GRPO = (
+    {"use_rho_correction": False, "beta": (0.0, 0.05), "clip_lower": ANY, "clip_higher": ANY, "temperature": ANY}
+    | {"advantages_per": ONE_EACH}
+    | UNBOUNDED_KL
+)
 
 
 def _chunked_grpo(x, o, loss_type, high=0.0):

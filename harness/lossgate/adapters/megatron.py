@@ -15,8 +15,10 @@ plain.get_tensor_model_parallel_group = group
 plain.get_tensor_model_parallel_rank = lambda: group().rank()
 plain.get_tensor_model_parallel_world_size = lambda: group().size()
 
-_DECLARED = {"axes": ("dp", "cp", "tp"), "supports": {"vocab_split": "even"}}
-_DECLARED |= {"inputs": "written", "under_mask": "finite"}
+_DECLARED = {"axes": ("dp", "cp", "tp"), "supports": {"vocab_split": "even"}} | {
+    "inputs": "written",
+    "under_mask": "finite",
+}
 
 
 @entry("nll", "logits", **_DECLARED)

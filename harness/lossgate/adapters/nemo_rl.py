@@ -11,9 +11,11 @@ from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY
 from lossgate.losses import SPECS
 
-_BARE = ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss", "nemo_rl.distributed", "nemo_rl.models")
-_ABSENT = ("ray", "nemo_rl.algorithms.x_token", "nemo_rl.distributed.batched_data_dict", "nemo_rl.models.dtensor")
-_ABSENT += ("nemo_rl.distributed.model_utils", "nemo_rl.utils", "nemo_rl.data", "wandb", "nemo_rl.models.policy")
+_BARE = "nemo_rl nemo_rl.algorithms nemo_rl.algorithms.loss nemo_rl.distributed nemo_rl.models"
+_ABSENT = (
+    "ray nemo_rl.algorithms.x_token nemo_rl.distributed.batched_data_dict nemo_rl.models.dtensor "
+    "nemo_rl.distributed.model_utils nemo_rl.utils nemo_rl.data wandb nemo_rl.models.policy"
+)
 
 entry = entry_of("nemo_rl")
 losses = load("nemo_rl", "nemo_rl.algorithms.loss.loss_functions", bare=_BARE, absent=_ABSENT)
@@ -65,11 +67,12 @@ def nll(x, o, mesh):
     return _loss(losses.NLLLossFn(), x)[0]
 
 
-_DPO = ("reference_policy_kl_penalty", "preference_loss_weight", "sft_loss_weight", "preference_average_log_probs")
-_DPO += ("sft_average_log_probs",)
+_DPO = dict.fromkeys(
+    ("reference_policy_kl_penalty", "preference_loss_weight", "sft_loss_weight", "preference_average_log_probs"), ANY
+)
 
 
-@entry("dpo", "logprobs", under_mask="usual", supports=dict.fromkeys(_DPO, ANY) | _EPSILON)
+@entry("dpo", "logprobs", under_mask="usual", supports=_DPO | _EPSILON | {"sft_average_log_probs": ANY})
 def dpo(x, o, mesh):
     return _loss(losses.DPOLossFn(o), x)[0]
 

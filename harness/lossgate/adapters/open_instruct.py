@@ -11,27 +11,11 @@ from lossgate.adapters.support import NO_SAMPLES, entry_of, load, pair_sums, row
 from lossgate.declaration.supports import ANY, Excluded
 from lossgate.losses import SPECS
 
-_BARE = ("open_instruct",)
+_BARE = "open_instruct"
 _ABSENT = (
-    "pandas",
-    "olmo_core",
-    "ray",
-    "wandb",
-    "datasets",
-    "open_instruct.data_loader",
-    "open_instruct.data_types",
-    "vllm",
-)
-_ABSENT += (
-    "open_instruct.logger_utils",
-    "open_instruct.olmo_core_utils",
-    "open_instruct.utils",
-    "open_instruct.tensor_utils",
-)
-_ABSENT += (
-    "open_instruct.padding_free_collator",
-    "open_instruct.dataset_transformation",
-    "open_instruct.ground_truth_utils",
+    "pandas olmo_core ray wandb datasets open_instruct.data_loader open_instruct.data_types vllm "
+    "open_instruct.logger_utils open_instruct.olmo_core_utils open_instruct.utils open_instruct.tensor_utils "
+    "open_instruct.padding_free_collator open_instruct.dataset_transformation open_instruct.ground_truth_utils"
 )
 
 entry = entry_of("open_instruct")

@@ -17,11 +17,14 @@ from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY
 
 entry = entry_of("openrlhf")
-loss = load("openrlhf", "openrlhf.models.loss", bare=("openrlhf", "openrlhf.models"), absent=("deepspeed",))
+loss = load("openrlhf", "openrlhf.models.loss", bare="openrlhf openrlhf.models", absent="deepspeed")
 logits_of = load("openrlhf", "openrlhf.models.utils")
 
-_PG = clamped_at(20) | {"reference_policy_kl_penalty": 0.0, "ratio_clip_min": ANY, "ratio_clip_max": ANY}
-_PG |= {"samples": NO_SAMPLES}
+_PG = (
+    clamped_at(20)
+    | {"reference_policy_kl_penalty": 0.0, "ratio_clip_min": ANY, "ratio_clip_max": ANY}
+    | {"samples": NO_SAMPLES}
+)
 _BY_SEQUENCE = _PG | {"token_level_loss": False}
 _WEIGHED = _PG | {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": (2.0, 1.5)}
 _TYPE, _MIN = "truncated_importance_sampling_type", "truncated_importance_sampling_ratio_min"

@@ -8,7 +8,7 @@ from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY
 
 entry = entry_of("slime")
-utils = load("slime", "slime.utils.ppo_utils", bare=("slime", "slime.utils"))
+utils = load("slime", "slime.utils.ppo_utils", bare="slime slime.utils")
 
 _SPLIT = {"axes": ("dp", "cp", "tp"), "supports": {"vocab_split": "even"}}
 _PG = {"reference_policy_kl_penalty": 0.0, "ratio_clip_min": ANY, "ratio_clip_max": ANY, "samples": NO_SAMPLES}

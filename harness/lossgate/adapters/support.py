@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 from abc import ABCMeta
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.abc import Loader, MetaPathFinder
@@ -68,15 +68,15 @@ def entry_of(name: str) -> Callable[..., Callable[[Kernel], Candidate]]:
 # Imports
 
 
-def load(library: str, module: str, *names: str, absent: Sequence[str] = (), bare: Sequence[str] = ()) -> Any:
+def load(library: str, module: str, *names: str, absent: str = "", bare: str = "") -> Any:
     """Imports a module of a library.
 
     Args:
         library: the name of the adapter.
         module: the module's dotted name.
         names: what is wanted of it.
-        absent: modules that it imports on the way and that no loss needs. Something that takes any
-            use stands in for them, so they need not be installed.
+        absent: modules, with spaces between them, that it imports on the way and that no loss
+            needs. Something that takes any use stands in for them, so they need not be installed.
         bare: packages whose ``__init__.py`` is not run, because it imports what no loss needs.
 
     Returns:
@@ -90,7 +90,7 @@ def load(library: str, module: str, *names: str, absent: Sequence[str] = (), bar
     if not torch.cuda.is_available():  # Triton decides when it is imported
         os.environ.setdefault("TRITON_INTERPRET", "1")
     try:
-        with _importing(absent, bare):
+        with _importing(absent.split(), bare.split()):
             found = _as_written(importlib.import_module(module))
         wanted = tuple(getattr(found, name) for name in names)
     except Exception as error:  # whatever ends an import
@@ -183,7 +183,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 @contextmanager
-def _importing(absent: Sequence[str], bare: Sequence[str]) -> Iterator[None]:
+def _importing(absent: Sequence[str], bare: Sequence[str]) -> Generator[None]:
     """Has stand-ins found by the imports in its body, and forgets those of other libraries."""
     finder = _Finder(absent, bare)
     sys.meta_path.insert(0, finder)

@@ -3,6 +3,8 @@
 
 # pyright: reportMissingParameterType=false
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
@@ -60,7 +62,7 @@ def logprobs(x, o, mesh):
 
 
 def linear(x, o, chunking):
-    given = {"linear_bias": x.bias, "reduction": "sum", "options": chunking}
+    given: Any = {"linear_bias": x.bias, "reduction": "sum", "options": chunking}
     return normalised(F.linear_cross_entropy(x.hidden, x.weight, ignoring(x), **given), x, o)
 
 
@@ -87,6 +89,7 @@ _loss_parallel.__enter__()
 @entry("nll", "logits", axes=("dp", "cp", "tp"), supports={"reduction": ANY, "vocab_split": "even"})
 def parallel_cross_entropy(x, o, mesh):
     shape = torch.Size((len(x.labels), x.vocab_size))
-    placed = {"run_check": False, "shape": shape, "stride": (shape[1], 1)}
+    placed: Any = {"run_check": False, "shape": shape, "stride": (shape[1], 1)}
     logits = DTensor.from_local(x.logits, mesh["tp"], [Shard(1)], **placed)
-    return normalised(F.cross_entropy(logits, ignoring(x), reduction="sum").to_local(), x, o)
+    total: Any = F.cross_entropy(logits, ignoring(x), reduction="sum")
+    return normalised(total.to_local(), x, o)

@@ -6,10 +6,10 @@
 from lossgate.adapters.support import entry_of, ignoring, load, mean
 from lossgate.declaration.candidate import Outputs
 
-_ABSENT = ("spmd_types", "torchtitan.config", "torchtitan.distributed", "torchtitan.tools")
+_ABSENT = "spmd_types torchtitan.config torchtitan.distributed torchtitan.tools"
 
 entry = entry_of("torchtitan")
-losses = load("torchtitan", "torchtitan.components.loss", bare=("torchtitan", "torchtitan.components"), absent=_ABSENT)
+losses = load("torchtitan", "torchtitan.components.loss", bare="torchtitan torchtitan.components", absent=_ABSENT)
 losses.get_spmd_backend = lambda: "none"
 
 _PARALLEL = {"axes": ("dp", "cp", "tp"), "supports": {"vocab_split": "even"}}

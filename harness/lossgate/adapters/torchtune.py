@@ -8,9 +8,9 @@ from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY
 
 entry = entry_of("torchtune")
-losses = load("torchtune", "torchtune.modules.loss", bare=("torchtune", "torchtune.modules"))
-rlhf = load("torchtune", "torchtune.rlhf.loss", absent=("torchtune.data",))
-sequences = load("torchtune", "torchtune.rlhf", absent=("torchtune.data",))
+losses = load("torchtune", "torchtune.modules.loss", bare="torchtune torchtune.modules")
+rlhf = load("torchtune", "torchtune.rlhf.loss", absent="torchtune.data")
+sequences = load("torchtune", "torchtune.rlhf", absent="torchtune.data")
 
 _CHUNKS = 4
 _OWN = {"under_mask": "usual", "counts": "own", "minus_inf": "never"}

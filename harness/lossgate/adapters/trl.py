@@ -25,18 +25,10 @@ from lossgate.adapters.support import (
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY
 
-_ABSENT = (
-    "datasets",
-    "pandas",
-    "pyarrow",
-    "trl.experimental.utils",
-    "trl.generation",
-    "trl.data_utils",
-    "trl.chat_template_utils",
-)
+_ABSENT = "datasets pandas pyarrow trl.experimental.utils trl.generation trl.data_utils trl.chat_template_utils"
 
 entry = entry_of("trl")
-grpo_trainer = load("trl", "trl.trainer.grpo_trainer", "GRPOTrainer", bare=("trl",), absent=_ABSENT)
+grpo_trainer = load("trl", "trl.trainer.grpo_trainer", "GRPOTrainer", bare="trl", absent=_ABSENT)
 dpo_trainer = load("trl", "trl.trainer.dpo_trainer", "DPOTrainer", absent=_ABSENT)
 gkd_trainer = load("trl", "trl.experimental.gkd.gkd_trainer", "GKDTrainer", absent=_ABSENT)
 selective_log_softmax, entropy_from_logits = load(
@@ -90,13 +82,16 @@ def _of_sequences(x, o, level):
 
 
 _TOKENS = {"use_rho_correction": False, "beta": (0.0, 0.05), "clip_lower": ANY, "clip_higher": ANY} | UNBOUNDED_KL
-_SEQUENCES = {
-    "token_level_loss": False,
-    "reference_policy_kl_penalty": 0.0,
-    "ratio_clip_min": ANY,
-    "ratio_clip_max": ANY,
-}
-_SEQUENCES |= {"advantages_per": ONE_EACH, "samples": NO_SAMPLES} | FULL_RANKS
+_SEQUENCES = (
+    {
+        "token_level_loss": False,
+        "reference_policy_kl_penalty": 0.0,
+        "ratio_clip_min": ANY,
+        "ratio_clip_max": ANY,
+    }
+    | {"advantages_per": ONE_EACH, "samples": NO_SAMPLES}
+    | FULL_RANKS
+)
 _GSPO = _SEQUENCES | {"sequence_level_importance_ratios": True}
 
 

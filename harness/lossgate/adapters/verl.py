@@ -7,8 +7,8 @@ from lossgate.adapters.support import BOTH, NO_SAMPLES, ONE_EACH, clamped_at, cu
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY
 
-_BARE = ("verl", "verl.utils", "verl.trainer", "verl.trainer.ppo", "verl.utils.megatron", "verl.utils.experimental")
-_ABSENT = ("omegaconf", "tensordict", "ray", "verl.trainer.config", "verl.workers.config", "verl.utils.import_utils")
+_BARE = "verl verl.utils verl.trainer verl.trainer.ppo verl.utils.megatron verl.utils.experimental"
+_ABSENT = "omegaconf tensordict ray verl.trainer.config verl.workers.config verl.utils.import_utils"
 
 entry = entry_of("verl")
 algorithms = load("verl", "verl.trainer.ppo.core_algos", bare=_BARE, absent=_ABSENT)

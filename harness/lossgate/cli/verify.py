@@ -247,7 +247,8 @@ def _available(targets: Sequence[str], tally: _Tally) -> list[str]:
     """
     from lossgate.adapters import available
 
-    there, missing = list[str](), list[UsageError]()
+    there: list[str] = []
+    missing: list[UsageError] = []
     for target, error in available(targets):
         if error is None:
             there.append(target)
