@@ -36,6 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("diagnosis",),
     ("engine",),
     ("adapters",),
+    ("findings",),
     ("spec_check",),
     ("evidence",),
     ("gate",),

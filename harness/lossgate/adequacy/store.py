@@ -37,7 +37,7 @@ CODE = "code"
 """The file beside the entries that names the code which made them; see ``code``."""
 _MOST_BYTES = 256 * 2**20
 """The most that entries take together; the oldest give way."""
-_ABOVE = ("adapters", "spec_check", "evidence", "gate", "reports", "pytest_plugin", "cli", "__main__.py")
+_ABOVE = ("adapters", "findings", "spec_check", "evidence", "gate", "reports", "pytest_plugin", "cli", "__main__.py")
 _BESIDE = (
     *("__init__.py", "dense_candidates.py", "inputs.py", "options.py", "tour.py"),
     *("base/fork_server.py", "base/launch.py", "base/own_process.py"),
