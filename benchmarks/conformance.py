@@ -99,7 +99,7 @@ def _beside(entry: str, cell: CellRecord) -> str:
     if found:
         said.append(f"see {', '.join(found)}")
     if cell.conventions:
-        said.append("; ".join(f"{name}: {chosen}" for name, chosen in cell.conventions.items()))
+        said.append(", ".join(f"`{name}`" for name in cell.conventions))
     return "; ".join(said).replace("|", "\\|").replace("\n", " ")
 
 
