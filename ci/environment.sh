@@ -20,6 +20,8 @@ if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ ci/constraints.txt 
         DS_ACCELERATOR=cpu "${pip[@]}" --no-deps --no-build-isolation deepspeed
     fi
     "${pip[@]}" --editable '.[dev]'
+    # Their adapters are tested. They ask for much that no loss needs, some for another torch.
+    "${pip[@]}" --no-deps cut-cross-entropy liger-kernel openrlhf torchtune trl verl
     touch "$stamp"
 fi
 . .venv/bin/activate

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the pages of this folder that follow from the code: the commands, and the public names.
+"""Writes what follows from the code on pages of this folder: the commands, the public names, and
+the table of adapters.
 
     python docs/reference/write.py          # writes them
     python docs/reference/write.py --check  # exits with 1 if one is not as it should be
@@ -18,6 +19,7 @@ from typing import Any
 import docstring_parser
 
 import lossgate
+from lossgate.adapters import LIBRARIES
 from lossgate.cli import app
 from lossgate.reports.json_file import JsonCell, JsonFile
 
@@ -39,7 +41,19 @@ _MADE_BY_OTHERS = ("Batch", "Candidate", "Case", "FieldContext", "Property", "Ra
 
 def pages() -> dict[Path, str]:
     """Returns the text of each page."""
-    return {_HERE / "commands.md": _commands(), _HERE / "python.md": re.sub(r"\n{3,}", "\n\n", "\n".join(_names()))}
+    names = re.sub(r"\n{3,}", "\n\n", "\n".join(_names()))
+    return {_HERE / "commands.md": _commands(), _HERE / "python.md": names, _HERE / "adapters.md": _adapters()}
+
+
+def _adapters() -> str:
+    """Returns the page of adapters, with the table below its mark made anew."""
+    page = _HERE / "adapters.md"
+    above = page.read_text().partition(_WRITTEN)[0] if page.is_file() else ""
+    rows = ["| adapter | library | known versions | entry points |", "|---|---|---|---|"]
+    for library in LIBRARIES.values():
+        entries = ", ".join(f"`{entry.partition('.')[2]}`" for entry in library.entry_points)
+        rows.append(f"| `{library.name}` | {library.package} | {', '.join(library.known)} | {entries} |")
+    return "\n".join((f"{above}{_WRITTEN}", "", *rows, ""))
 
 
 def _commands() -> str:

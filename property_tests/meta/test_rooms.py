@@ -35,6 +35,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("adequacy",),
     ("diagnosis",),
     ("engine",),
+    ("adapters",),
+    ("findings",),
     ("spec_check",),
     ("evidence",),
     ("gate",),

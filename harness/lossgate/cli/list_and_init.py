@@ -33,7 +33,8 @@ def list_(*targets: str) -> int:
 
     Args:
         targets: Names of specs (nll), files (file.py) or modules (package.module), or one candidate
-            or spec of either (file.py:name). By default all specs and properties are listed.
+            or spec of either (file.py:name). "adapters" lists the public libraries whose kernels
+            lossgate can verify. By default all specs and properties are listed.
     """
     from lossgate.reports.console import make_console
 
@@ -47,14 +48,16 @@ def _lines(targets: tuple[str, ...], width: int) -> Iterator[str]:
     load_for(targets)
     from lossgate.declaration.loading import is_name_of_a_spec
     from lossgate.losses import find_spec
-    from lossgate.reports.listing import declared, described, overview
+    from lossgate.reports.listing import adapters, declared, described, overview
 
     if not targets:
         yield from overview(width)
     for number, target in enumerate(targets):
         if number:
             yield ""
-        if is_name_of_a_spec(target):
+        if target == "adapters":
+            yield from adapters(width)
+        elif is_name_of_a_spec(target):
             yield from described(find_spec(target), width)
         else:
             yield from declared(target, width)

@@ -18,6 +18,7 @@ from lossgate.base.spelling import in_a_row
 from lossgate.cli.app import Exit, Number, Whole, app, check_outputs, driven, load, say, write_outputs
 
 if TYPE_CHECKING:
+    from lossgate.base.errors import UsageError
     from lossgate.declaration.candidate import Candidate
     from lossgate.engine.cell import CellResult
     from lossgate.engine.events import Event
@@ -216,7 +217,7 @@ class _Tally:
 
     def __init__(self, evidence: Path | None, *, numbers_only: bool = False) -> None:
         self._numbers_only = numbers_only
-        self.verdict = Exit.AGREE
+        self.verdict, self.is_short = Exit.AGREE, False
         self.terminal: Terminal | None = None
         self.file: EvidenceFile | None = None
         self.evidence, self._cells, self._done = evidence, 0, 0
@@ -224,9 +225,11 @@ class _Tally:
 
     @property
     def code(self) -> Exit:
-        """The exit code. A run that could not write its evidence does not succeed."""
-        evidence_lost = self.file is not None and self.file.error is not None
-        return Exit.USAGE if evidence_lost and self.verdict is not Exit.DISAGREE else self.verdict
+        """The exit code. A run does not succeed that could not write its evidence, or had to leave
+        out what was named.
+        """
+        is_short = self.is_short or (self.file is not None and self.file.error is not None)
+        return Exit.USAGE if is_short and self.verdict is not Exit.DISAGREE else self.verdict
 
     def __call__(self, event: Event) -> None:
         from lossgate.engine.events import CellFinished, RunFinished, RunStarted
@@ -259,7 +262,7 @@ def _run(wanted: _Wanted, tally: _Tally) -> None:
     from lossgate.reports.terminal import Terminal
 
     with ExitStack() as stack:
-        candidates = _chosen(load_all_candidates(wanted.targets), wanted.only)
+        candidates = _chosen(load_all_candidates(_available(wanted.targets, tally)), wanted.only)
         failure_files = FailureFiles(wanted.failures, say)
         tally.told = ForPrograms(failure_files.replay)
         consumers: list[Consumer] = [failure_files, tally, tally.told]
@@ -279,6 +282,29 @@ def _run(wanted: _Wanted, tally: _Tally) -> None:
         for event in stack.enter_context(closing(events)):
             for consumer in consumers:
                 consumer(event)
+
+
+def _available(targets: Sequence[str], tally: _Tally) -> list[str]:
+    """Returns the targets without adapters of libraries that are not there, and says which.
+
+    Raises:
+        UsageError: if nothing else is among them.
+    """
+    from lossgate.adapters import available
+
+    there: list[str] = []
+    missing: list[UsageError] = []
+    for target, error in available(targets):
+        if error is None:
+            there.append(target)
+        else:
+            missing.append(error)
+    if missing and not there:
+        raise missing[0]
+    for error in missing:
+        say(str(error))
+    tally.is_short = bool(missing)
+    return there
 
 
 def _chosen(candidates: Sequence[Candidate], only: Sequence[str]) -> list[Candidate]:

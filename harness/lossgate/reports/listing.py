@@ -6,6 +6,7 @@ from textwrap import wrap
 
 from rich.markup import escape
 
+from lossgate.adapters import LIBRARIES
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import load_declared
 from lossgate.declaration.supports import ANY
@@ -57,6 +58,7 @@ _LAYOUTS = {
 _BANKS = {
     "lossgate.tour": "a right kernel and a wrong one, to try lossgate on",
     "lossgate.dense_candidates": "the dense reference of each spec and head as a kernel",
+    "lossgate.adapters.NAME": "the kernels of a public library, such as liger; see lossgate list adapters",
 }
 _NEXT = {
     "lossgate init SPEC": "writes a first candidate of a spec",
@@ -64,6 +66,16 @@ _NEXT = {
     "lossgate list FILE": "lists the candidates and specs of a file or module",
     "lossgate list FILE:NAME": "describes one of these specs",
 }
+
+
+def adapters(width: int) -> Iterator[str]:
+    """Yields lines of rich markup that list the libraries with adapters, what of them is installed,
+    and their entry points.
+    """
+    for library in LIBRARIES.values():
+        known = f"known: {', '.join(library.known)}; here: {library.installed or 'not installed'}"
+        yield from _hanging(f"lossgate.adapters.{library.name}  ", f"{library.package}; {known}", width)
+        yield from _hanging("", ", ".join(library.entry_points), width, indent=6)
 
 
 def described(spec: Spec, width: int) -> Iterator[str]:

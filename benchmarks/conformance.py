@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/conformance.md: what public losses do under lossgate, from evidence, and what was
+found in them.
+
+    lossgate verify lossgate.adapters.liger lossgate.adapters.trl --quick --evidence new.jsonl
+    python benchmarks/conformance.py new.jsonl            the page, with these verdicts
+    python benchmarks/conformance.py new.jsonl --check    exit code 1 if the page is another
+
+Of each cell the newest verdict counts.
+"""
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lossgate.adapters import LIBRARIES
+from lossgate.engine.cell_record import CellRecord, Outcome
+from lossgate.evidence.gather import gather
+from lossgate.findings import FINDINGS, Severity
+from lossgate.reports.shown_verdict import percent
+
+PAGE = Path(__file__).parents[1] / "docs/conformance.md"
+_MARK = "<!-- Below: written by python benchmarks/conformance.py -->\n"
+_IN_WORDS = {
+    Outcome.AGREE: "agrees",
+    Outcome.PROMISE_BROKEN: "numbers agree",
+    Outcome.DISAGREE: "**numbers disagree**",
+    Outcome.INCONCLUSIVE: "not enough was seen",
+}
+_WORST_FIRST = (Outcome.DISAGREE, Outcome.INCONCLUSIVE, Outcome.PROMISE_BROKEN, Outcome.AGREE)
+
+
+def page_of(files: Sequence[Path]) -> str:
+    """Returns the page: what people wrote above the mark, and the tables below it."""
+    above = PAGE.read_text(encoding="utf-8").partition(_MARK)[0]
+    cells = defaultdict[str, list[CellRecord]](list)
+    for key, cell in gather(files).newest.items():
+        cells[key.candidate].append(cell)
+    return above + _MARK + "\n" + "\n".join([*_findings(), "", *_verdicts(cells)]) + "\n"
+
+
+def _findings() -> Iterator[str]:
+    yield "## Findings"
+    yield ""
+    yield "| `lossgate findings ...` | what is wrong | | found in | shown by |"
+    yield "|---|---|---|---|---|"
+    for severity in Severity:
+        for finding in FINDINGS.values():
+            if finding.severity is severity:
+                version = f"{finding.of.package} {', '.join(finding.versions)}"
+                version += f", mended in {finding.mended_in}" if finding.mended_in else ""
+                version += f"; [known there]({finding.upstream})" if finding.upstream else ""
+                name = f"`{finding.name}`"
+                yield f"| {name} | {finding.sentence} | {severity} | {version} | {finding.shown_by} |"
+
+
+def _verdicts(cells: dict[str, list[CellRecord]]) -> Iterator[str]:
+    yield "## Verdicts"
+    for library in LIBRARIES.values():
+        own = [entry for entry in library.entry_points if entry in cells]
+        if not own:
+            continue
+        newest = max(cell.time for entry in own for cell in cells[entry])
+        yield ""
+        yield f"### {library.package}"
+        yield ""
+        yield f"{library.package} {library.known[-1]}, {newest[:10]}."
+        yield ""
+        yield "| entry point | loss | where | verdict | what else | detects | s |"
+        yield "|---|---|---|---|---|---|---|"
+        for entry in own:
+            yield _row(entry, cells[entry])
+
+
+def _row(entry: str, cells: Sequence[CellRecord]) -> str:
+    worst = min(cells, key=lambda cell: _WORST_FIRST.index(cell.outcome))
+    where = ", ".join(dict.fromkeys(f"{cell.layout} {cell.dtype}" for cell in cells))
+    effects = [cell.mde for cell in cells if cell.mde is not None]
+    seen = percent(max(effects)) if effects else ""
+    seconds = round(sum(cell.seconds for cell in cells))
+    loss = f"{worst.spec} from {worst.head}"
+    return (
+        f"| `{entry}` | {loss} | {where} | {_IN_WORDS[worst.outcome]} | {_beside(entry, worst)} | {seen} | {seconds} |"
+    )
+
+
+def _beside(entry: str, cell: CellRecord) -> str:
+    """Returns what a reader should know beside the verdict: why it is not AGREE, the findings that
+    explain it, and the conventions that callers must keep to.
+    """
+    said = list[str]()
+    if cell.outcome is Outcome.DISAGREE:
+        said.append(cell.cause or next(iter(cell.reasons), ""))
+    elif cell.broken:
+        said.append(f"not kept: {', '.join(cell.broken)}")
+    found = [f"`{finding.name}`" for finding in FINDINGS.values() if entry in finding.entry_points]
+    if found:
+        said.append(f"see {', '.join(found)}")
+    if cell.conventions:
+        said.append(", ".join(f"`{name}`" for name in cell.conventions))
+    return "; ".join(said).replace("|", "\\|").replace("\n", " ")
+
+
+def main() -> int:
+    """Runs the command, and returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("evidence", nargs="+", type=Path)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is another")
+    given = parser.parse_args()
+    text = page_of(given.evidence)
+    if given.check:
+        return int(text != PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(text, encoding="utf-8")
+    print(f"wrote {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

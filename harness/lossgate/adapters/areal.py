@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AReaL's losses. They get packed sequences, and divide by their own counts."""
+
+# pyright: reportMissingParameterType=false
+
+from types import SimpleNamespace
+
+from lossgate.adapters.support import BOTH, NO_SAMPLES, entry_of, load, pair_sums
+from lossgate.declaration.candidate import Outputs
+from lossgate.declaration.supports import ANY
+
+_BARE = "areal areal.utils areal.trainer areal.trainer.sft areal.trainer.dpo areal.trainer.rw"
+_ABSENT = (
+    "areal.api areal.infra areal.utils.data areal.utils.logging areal.experimental areal.utils.stats_tracker "
+    "areal.utils.perf_tracer areal.engine ray areal.utils.network areal.utils.constants"
+)
+
+entry = entry_of("areal")
+functional = load("areal", "areal.utils.functional", bare=_BARE, absent=_ABSENT)
+sft_engine = load("areal", "areal.trainer.sft.lm_engine", bare=_BARE, absent=_ABSENT)
+dpo_engine = load("areal", "areal.trainer.dpo.dpo_engine", bare=_BARE, absent=_ABSENT)
+silent = SimpleNamespace(denominator=lambda **named: None, stat=lambda **named: None)
+sft_engine.stats_tracker = dpo_engine.stats_tracker = silent
+sft_engine.get_batch_size = lambda *given: 0
+
+_PG = {"reference_policy_kl_penalty": 0.0, "ratio_clip_min": ANY, "ratio_clip_max": ANY, "samples": NO_SAMPLES}
+
+
+def _actor(x, o, **given):
+    clips = {"eps_clip": o.ratio_clip_min, "eps_clip_higher": o.ratio_clip_max, "c_clip": o.ratio_clip_c}
+    logprobs = x.logprobs, x.prev_logprobs, x.generation_logprobs
+    return functional.ppo_actor_loss_fn(*logprobs, x.advantages, loss_mask=x.mask, **clips, **given)[0]
+
+
+@entry("clipped_pg", "logprobs", under_mask="usual", counts="own", supports=_PG | {"ratio_clip_c": ANY})
+def ppo(x, o, mesh):
+    return _actor(x, o)
+
+
+@entry("value", "values", under_mask="usual", counts="own", untrained="nan", supports={"cliprange": (0.2, 0.5)})
+def critic(x, o, mesh):
+    return functional.ppo_critic_loss_fn(x.values, x.old_values, x.returns, o.cliprange, x.mask)[0]
+
+
+@entry("nll", "logprobs", under_mask="usual", counts="own", supports={"epsilon": 1e-5})
+def sft(x, o, mesh):
+    return sft_engine.compute_packed_sft_loss(
+        x.logprobs, None, {"cu_seqlens": x.cu_seqlens_padded, "loss_mask": x.mask}
+    )
+
+
+_SPLIT, _EVEN = {"axes": ("dp", "cp", "tp")}, {"vocab_split": "even"}
+_DPO = {"reference_policy_kl_penalty": ANY, "samples": NO_SAMPLES}
+
+
+@entry("dpo", "logprobs", counts="own", untrained="never", supports=_DPO)
+def dpo_of_pairs(x, o, mesh):
+    chosen, rejected, reference_chosen, reference_rejected = pair_sums(x, "logprobs", "reference_logprobs")
+    apart = (chosen - rejected) - (reference_chosen - reference_rejected)
+    return functional.dpo_preference_loss(apart, beta=o.reference_policy_kl_penalty).mean()
+
+
+@entry("token_logprobs", "logits", **_SPLIT, supports=_EVEN, differentiable=("logprobs",))
+def logprobs(x, o, mesh):
+    return Outputs(logprobs=functional.gather_logprobs(x.logits, x.labels, 1.0, mesh.get_group("tp"), chunk_size=16))
+
+
+@entry("token_logprobs", "logits", **_SPLIT, **BOTH, minus_inf="never", supports=_EVEN | {"temperature": ANY})
+def logprobs_and_entropy(x, o, mesh):
+    given = x.logits, x.labels, o.temperature, mesh.get_group("tp")
+    found, entropy = functional.gather_logprobs_entropy(*given, chunk_size=16)
+    return Outputs(logprobs=found, token_entropy=entropy)

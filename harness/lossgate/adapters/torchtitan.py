@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchtitan's cross-entropies."""
+
+# pyright: reportMissingParameterType=false
+
+from lossgate.adapters.support import entry_of, ignoring, load, mean
+from lossgate.declaration.candidate import Outputs
+
+_ABSENT = "spmd_types torchtitan.config torchtitan.distributed torchtitan.tools"
+
+entry = entry_of("torchtitan")
+losses = load("torchtitan", "torchtitan.components.loss", bare="torchtitan torchtitan.components", absent=_ABSENT)
+losses.get_spmd_backend = lambda: "none"
+
+_PARALLEL = {"axes": ("dp", "cp", "tp"), "supports": {"vocab_split": "even"}}
+
+
+@entry("nll", "logits", axes=("dp", "cp"))
+def cross_entropy(x, o, mesh):
+    return mean(x, losses.cross_entropy_loss(x.logits, ignoring(x)))
+
+
+@entry("nll", "logits", **_PARALLEL)
+def parallel_cross_entropy(x, o, mesh):
+    given = x.logits, ignoring(x), mesh.get_group("tp"), x.vocab_size
+    return mean(x, losses._LossParallelCrossEntropy.apply(*given))
+
+
+@entry("token_logprobs", "logits", **_PARALLEL, differentiable=("logprobs",))
+def parallel_logprobs(x, o, mesh):
+    given = x.logits, x.labels, mesh.get_group("tp"), x.vocab_size, "none"
+    return Outputs(logprobs=-losses._LossParallelCrossEntropy.apply(*given))

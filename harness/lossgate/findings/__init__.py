@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lossgate found in public losses: each finding with a script that shows it without lossgate.
+
+    lossgate findings
+    lossgate findings liger-stride
+
+The first line of a script's docstring says what is wrong. A script prints what it sees, and exits
+with 1 if the defect is there and with 0 if it is not.
+"""
+
+import ast
+import subprocess
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from lossgate.adapters import LIBRARIES, Library
+from lossgate.base.spelling import look_up
+
+_SCRIPTS = Path(__file__).parent / "scripts"
+_SECONDS = 300
+"""The time that a script has. Triton's interpreter takes most of it."""
+
+
+class Severity(StrEnum):
+    """What comes of a finding in training."""
+
+    WRONG = "wrong number"
+    """A loss, gradient or metric is wrong, and nothing says so."""
+    NAN = "NaN"
+    """A loss or gradient is NaN or infinite, where it is defined."""
+    CRASH = "crash"
+    """A call raises an error, or ranks wait for each other."""
+    CONVENTION = "convention"
+    """The library promises nothing else, and callers must know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something that a public loss does, and that its callers would not expect."""
+
+    name: str
+    """Such as "liger-stride". It stays the same."""
+    library: str
+    """The name of its adapter; see ``lossgate.adapters``."""
+    severity: Severity
+    shown_by: str
+    """The property that shows it."""
+    entry_points: tuple[str, ...]
+    """The adapters that show it; none if no adapter makes the call."""
+    versions: tuple[str, ...]
+    """The versions that have it, as far as they were tried."""
+    upstream: str = ""
+    """Where the library's maintainers know of it; "" if nowhere that we know of."""
+    mended_in: str = ""
+    """The first version without it; "" if there is none that we know of."""
+    needs_stand_ins: bool = False
+    """Whether the library imports on the way what no loss needs, such as ray. Then stand-ins take
+    its place, as for the adapter."""
+
+    @property
+    def of(self) -> Library:
+        """The library."""
+        return LIBRARIES[self.library]
+
+    @property
+    def script(self) -> Path:
+        """A script that shows it without lossgate."""
+        return _SCRIPTS / f"{self.name}.py"
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong, in a sentence."""
+        return (ast.get_docstring(ast.parse(self.code)) or "").partition("\n\n")[0]
+
+    @property
+    def code(self) -> str:
+        """The text of the script, without its licence."""
+        return self.script.read_text(encoding="utf-8").partition("\n")[2]
+
+    def run(self) -> "Seen":
+        """Runs the script with this Python.
+
+        Raises:
+            UsageError: if the library is not installed, or too old.
+        """
+        self.of.check()
+        first = f"import lossgate.adapters.{self.library}; " if self.needs_stand_ins else ""
+        command = f"import runpy; {first}runpy.run_path({str(self.script)!r}, run_name='__main__')"
+        try:
+            done = subprocess.run(
+                [sys.executable, "-W", "ignore", "-c", command],
+                capture_output=True,
+                text=True,
+                timeout=_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Seen(None, f"it did not end in {_SECONDS} seconds")
+        if done.returncode == 1 and "Traceback" not in done.stderr:
+            return Seen(True, done.stdout.strip())
+        if done.returncode == 0:
+            return Seen(False, done.stdout.strip())
+        return Seen(None, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What came of running a script."""
+
+    there: bool | None
+    """Whether the defect is there; None if the script could not tell."""
+    output: str
+    """What the script printed, or why it could not tell."""
+
+
+def _found(name: str, severity: Severity, shown_by: str, entry_points: str = "", **more: object) -> Finding:
+    library = {"cce": "cut_cross_entropy"}.get(name.partition("-")[0], name.partition("-")[0])
+    given: dict[str, object] = {"versions": LIBRARIES[library].known[:1]} | more
+    entries = tuple(f"{library}.{entry}" for entry in entry_points.split())
+    return Finding(
+        name=name,
+        library=library,
+        severity=severity,
+        shown_by=shown_by,
+        entry_points=entries,
+        **given,  # type: ignore[arg-type]
+    )
+
+
+_WRONG, _NAN, _CRASH, _CONVENTION = Severity
+_MEGATRON_1594 = "https://github.com/NVIDIA/Megatron-LM/pull/1594"
+
+FINDINGS = {
+    finding.name: finding
+    for finding in (
+        _found("torch-mean-of-nothing", _CONVENTION, "nothing-trained", "cross_entropy_mean"),
+        _found("torch-chunked-loss", _WRONG, "agreement"),
+        _found("torch-chunked-gradients", _WRONG, "agreement"),
+        _found("torch-empty-shard", _CRASH, "agreement"),
+        _found("torch-confident-label", _WRONG, "agreement"),
+        _found("liger-stride", _WRONG, "strided-inputs", "cross_entropy"),
+        _found("liger-frozen-hidden", _WRONG, "frozen-inputs", "fused_linear_cross_entropy"),
+        _found("liger-second-backward", _WRONG, "second-backward", "cross_entropy"),
+        _found("liger-writes-logits", _CONVENTION, "inputs-kept", "cross_entropy"),
+        _found("liger-dpo-nothing-chosen", _NAN, "agreement", "chunked_dpo"),
+        _found("deepspeed-upstream", _WRONG, "upstream-scaled", "tiled_sum"),
+        _found("deepspeed-second-backward", _CRASH, "second-backward", "tiled_sum"),
+        _found("megatron-fused-bfloat16", _WRONG, "agreement", "fused_vocab_parallel_cross_entropy"),
+        _found(
+            "megatron-smoothing-underflow",
+            _NAN,
+            "extreme-logits",
+            "smoothed_cross_entropy",
+            upstream="https://github.com/NVIDIA/Megatron-LM/pull/7466",
+        ),
+        _found(
+            "megatron-writes-logits",
+            _CONVENTION,
+            "inputs-kept",
+            "vocab_parallel_cross_entropy",
+            upstream=_MEGATRON_1594,
+        ),
+        _found("verl-no-rows", _CRASH, "idle-rank", needs_stand_ins=True),
+        _found("verl-nothing-trained", _CONVENTION, "nothing-trained", "vanilla", needs_stand_ins=True),
+        _found("verl-masked-nan", _CONVENTION, "masked-nan", "vanilla_of_sequences", needs_stand_ins=True),
+        _found("openrlhf-nothing-trained", _CONVENTION, "nothing-trained", "ppo", needs_stand_ins=True),
+        _found("openrlhf-masked-nan", _CONVENTION, "masked-nan", "ppo", needs_stand_ins=True),
+        _found("transformers-nothing-trained", _CONVENTION, "nothing-trained", "causal_lm"),
+        _found(
+            "torchtune-nothing-trained", _CONVENTION, "nothing-trained", "chunked_cross_entropy", needs_stand_ins=True
+        ),
+        _found("cce-nothing-trained", _CONVENTION, "nothing-trained", "torch_compile_mean"),
+    )
+}
+"""By their names."""
+
+
+def find(name: str) -> Finding:
+    """Returns a finding by its name.
+
+    Raises:
+        UsageError: if there is none of this name; it gives the nearest.
+    """
+    return look_up("finding", name, FINDINGS)
+
+
+def show(finding: Finding, seen: Seen) -> str:
+    """Returns what is wrong, what was seen here, how to judge it, and the script, for people."""
+    verdict = {True: "it is there", False: "it is not there", None: "the script could not tell"}[seen.there]
+    known = f"{finding.severity}; found in {finding.of.package} {', '.join(finding.versions)}"
+    lines = [
+        f"{finding.name}: {finding.sentence}",
+        f"  {known}; mended in {finding.mended_in}" if finding.mended_in else f"  {known}",
+        f"  here, with {finding.of.package} {finding.of.installed}: {verdict}",
+        *(f"    {line}" for line in seen.output.splitlines()),
+    ]
+    if finding.upstream:
+        lines.append(f"  upstream: {finding.upstream}")
+    for entry in finding.entry_points:
+        module, _, kernel = entry.partition(".")
+        lines.append(f"  to judge it: lossgate verify lossgate.adapters.{module}:{kernel} ({finding.shown_by})")
+    return "\n".join([*lines, "", *(f"    {line}".rstrip() for line in finding.code.splitlines())])

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of a batch without a trained token is NaN: 0 / 0."""
+
+import torch
+from verl.trainer.ppo.core_algos import agg_loss
+
+loss = agg_loss(torch.zeros(2, 3), torch.zeros(2, 3), "token-mean")
+print("loss:", loss.item())
+raise SystemExit(bool(loss.isnan()))
