@@ -75,7 +75,7 @@ def of_preset(name: str, *, everything: bool) -> "Candidate":
 
 def verify(folder: Path) -> None:
     """Verifies what ``ci/verify`` and the README verify."""
-    readme = re.search(r"```python\n(import lossgate.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    readme = re.search(r"```python\n([^`]*@lossgate\.candidate.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert readme is not None
     (folder / "my_kernels.py").write_text(readme[1])
     lossgate = [str(Path(sys.executable).with_name("lossgate")), "verify", "--quiet"]
