@@ -104,7 +104,7 @@ _FUNC = {"precision": Precision(grads_in_forward=True), "hooks": "refused"}
 
 @entry("divergence", "hidden", **_HIDDEN, counts="own", supports=INTERPRETED | _SOFT)
 def fused_linear_jsd(x, o, mesh):
-    teacher = x.teacher_logits, torch.eye(x.vocab_size)
+    teacher = x.teacher_logits, torch.eye(x.vocab_size, device=x.hidden.device)
     given = {"jsd_beta": o.beta, "temperature": o.temperature}
     return functional.liger_fused_linear_jsd(x.hidden, x.weight, *teacher, ignoring(x), **given)
 
@@ -112,7 +112,7 @@ def fused_linear_jsd(x, o, mesh):
 @entry("divergence", "hidden", **_FUNC, counts="own", supports=_SOFT)
 def chunked_jsd(x, o, mesh):
     made = chunked.LigerFusedLinearJSDLoss(0.0, 1.0, o.beta, temperature=o.temperature, compiled=False, chunk_size=16)
-    return made(x.hidden, x.weight, x.teacher_logits, torch.eye(x.vocab_size), ignoring(x))
+    return made(x.hidden, x.weight, x.teacher_logits, torch.eye(x.vocab_size, device=x.hidden.device), ignoring(x))
 
 
 _AVERAGED: Any = {"dp": "avg"}
