@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut Cross-Entropy, as it is for torch.compile. Its Triton kernels take bfloat16 alone, on a GPU."""
+"""Cut Cross-Entropy, as it is for torch.compile. Its Triton kernels need a GPU and bfloat16."""
 
 # pyright: reportMissingParameterType=false
 
