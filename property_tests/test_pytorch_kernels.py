@@ -17,27 +17,27 @@ from lossgate.engine.settings import Settings
 from lossgate.worlds import SimulatedWorld
 
 ROOT = Path(__file__).parents[1]
-PYTORCH = {candidate.name: candidate for candidate in load_candidates(str(ROOT / "ci/candidates/pytorch.py"))}
-KNOWN = [candidate for candidate in PYTORCH.values() if candidate.known_failure]
+PYTORCH = {candidate.name: candidate for candidate in load_candidates("lossgate.adapters.torch")}
+KNOWN = load_candidates(str(ROOT / "ci/candidates/pytorch.py"))
 
 test_cross_entropy = pytest.mark.slow(but=1)(
-    lossgate.suite(PYTORCH["torch_cross_entropy"], layouts=["single", "dp=2,cp=2"])
+    lossgate.suite(PYTORCH["torch.cross_entropy"], layouts=["single", "dp=2,cp=2"])
 )
 test_linear_cross_entropy = pytest.mark.slow(but=1)(
-    lossgate.suite(PYTORCH["torch_linear_cross_entropy"], layouts=["single", "cp=2"])
+    lossgate.suite(PYTORCH["torch.linear_cross_entropy"], layouts=["single", "cp=2"])
 )
 test_linear_cross_entropy_chunked = pytest.mark.slow(but=1)(
-    lossgate.suite(PYTORCH["torch_linear_cross_entropy_chunked"], layouts=["single", "dp=2"])
+    lossgate.suite(PYTORCH["torch.chunked_linear_cross_entropy"], layouts=["single", "dp=2"])
 )
 test_loss_parallel = pytest.mark.slow(but=1)(
-    lossgate.suite(PYTORCH["torch_loss_parallel"], layouts=["single", "tp=2", "dp=2,tp=3"])
+    lossgate.suite(PYTORCH["torch.parallel_cross_entropy"], layouts=["single", "tp=2", "dp=2,tp=3"])
 )
 
 
 def test_the_accurate_policy_adds_up_a_bfloat16_loss_in_bfloat16() -> None:
     """docs/reference/known-failures.md says by how much it is too large, over 131 chunks."""
     coarse = Precision(accumulate="bfloat16", chunk=16, loss="bfloat16", grads_in_forward=True)
-    kernel = replace(PYTORCH["torch_linear_cross_entropy_chunked"], precision={"bfloat16": coarse})
+    kernel = replace(PYTORCH["torch.chunked_linear_cross_entropy"], precision={"bfloat16": coarse})
     sizes = {"lengths": (2085,), "masks": ("all",), "hidden": 1, "vocab": 2}
     problem = Problem(spec="nll", head="hidden", dtype="bfloat16", **sizes)
     (loss, *_) = Case(kernel, problem, SimulatedWorld(problem.layout)).comparisons

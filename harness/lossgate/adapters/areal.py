@@ -60,12 +60,20 @@ def dpo_of_pairs(x, o, mesh):
     return functional.dpo_preference_loss(apart, beta=o.reference_policy_kl_penalty).mean()
 
 
-@entry("token_logprobs", "logits", **_SPLIT, supports=_EVEN, differentiable=("logprobs",))
+@entry("token_logprobs", "logits", empty_ranks="refused", **_SPLIT, supports=_EVEN, differentiable=("logprobs",))
 def logprobs(x, o, mesh):
     return Outputs(logprobs=functional.gather_logprobs(x.logits, x.labels, 1.0, mesh.get_group("tp"), chunk_size=16))
 
 
-@entry("token_logprobs", "logits", **_SPLIT, **BOTH, minus_inf="never", supports=_EVEN | {"temperature": ANY})
+@entry(
+    "token_logprobs",
+    "logits",
+    empty_ranks="refused",
+    **_SPLIT,
+    **BOTH,
+    minus_inf="never",
+    supports=_EVEN | {"temperature": ANY},
+)
 def logprobs_and_entropy(x, o, mesh):
     given = x.logits, x.labels, o.temperature, mesh.get_group("tp")
     found, entropy = functional.gather_logprobs_entropy(*given, chunk_size=16)

@@ -9,7 +9,6 @@ import torch
 
 from lossgate.adapters.support import (
     BOTH,
-    FULL_RANKS,
     INTERPRETED,
     NO_SAMPLES,
     ONE_EACH,
@@ -35,7 +34,7 @@ scaled = load("liger", "liger_kernel.ops", "LigerFusedLinearScaledCrossEntropyFu
 
 # The interpreter is no place for the threads of several ranks, nor does it take their soft-cap.
 _LOGITS = {"axes": (), "minus_inf": "never", "inputs": "written"}
-_HIDDEN = {"axes": (), "precision": Precision(grads_in_forward=True), "hooks": "refused"}
+_HIDDEN = {"axes": (), "precision": Precision(grads_in_forward=True)}
 _MEAN = {"counts": "own", "supports": INTERPRETED}
 
 
@@ -104,7 +103,7 @@ _FUNC = {"precision": Precision(grads_in_forward=True), "hooks": "refused"}
 
 @entry("divergence", "hidden", **_HIDDEN, counts="own", supports=INTERPRETED | _SOFT)
 def fused_linear_jsd(x, o, mesh):
-    teacher = x.teacher_logits, torch.eye(x.vocab_size)
+    teacher = x.teacher_logits, torch.eye(x.vocab_size, device=x.hidden.device)
     given = {"jsd_beta": o.beta, "temperature": o.temperature}
     return functional.liger_fused_linear_jsd(x.hidden, x.weight, *teacher, ignoring(x), **given)
 
@@ -112,7 +111,7 @@ def fused_linear_jsd(x, o, mesh):
 @entry("divergence", "hidden", **_FUNC, counts="own", supports=_SOFT)
 def chunked_jsd(x, o, mesh):
     made = chunked.LigerFusedLinearJSDLoss(0.0, 1.0, o.beta, temperature=o.temperature, compiled=False, chunk_size=16)
-    return made(x.hidden, x.weight, x.teacher_logits, torch.eye(x.vocab_size), ignoring(x))
+    return made(x.hidden, x.weight, x.teacher_logits, torch.eye(x.vocab_size, device=x.hidden.device), ignoring(x))
 
 
 _AVERAGED: Any = {"dp": "avg"}
@@ -125,6 +124,8 @@ _GRPO = (
     | {"advantages_per": ONE_EACH}
     | UNBOUNDED_KL
 )
+_NO_CHUNK = Excluded("rank", because="without a sequence it has no chunk to put together")
+_GRPO_HEAD = _GRPO | {"bias": ANY, "empty": _NO_CHUNK}
 
 
 def _chunked_grpo(x, o, loss_type, high=0.0):
@@ -146,19 +147,17 @@ def _chunked_grpo(x, o, loss_type, high=0.0):
     return made(*given, num_items_in_batch=x.valid_tokens)[0]
 
 
-@entry("grpo", "hidden", **_CHUNKED, under_mask="usual", supports=_GRPO | FULL_RANKS | {"bias": ANY})
+@entry("grpo", "hidden", **_CHUNKED, under_mask="usual", supports=_GRPO_HEAD)
 def chunked_dapo(x, o, mesh):
     return _chunked_grpo(x, o, "dapo")
 
 
-@entry(
-    "grpo", "hidden", **_CHUNKED, under_mask="usual", supports=_GRPO | FULL_RANKS | {"bias": ANY, "loss_fn": "cispo"}
-)
+@entry("grpo", "hidden", **_CHUNKED, under_mask="usual", supports=_GRPO_HEAD | {"loss_fn": "cispo"})
 def chunked_cispo(x, o, mesh):
     return _chunked_grpo(x, o, "cispo", 1.0)
 
 
-@entry("grpo", "logits", axes=(), minus_inf="never", supports=INTERPRETED | _GRPO)
+@entry("grpo", "logits", axes=(), minus_inf="never", inputs="written", supports=INTERPRETED | _GRPO)
 def triton_grpo(x, o, mesh):
     old, reference, mask = rows(x, "old_logprobs reference_logprobs mask")
     logits, none = x.to_rows(x.logits), x.logits.new_zeros(x.sequences, 1, x.logits.shape[1])

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from lossgate.adapters.support import entry_of, load
 from lossgate.declaration.candidate import Outputs
-from lossgate.declaration.supports import ANY
+from lossgate.declaration.supports import ANY, Excluded
 from lossgate.losses import SPECS
 
 _BARE = "nemo_rl nemo_rl.algorithms nemo_rl.algorithms.loss nemo_rl.distributed nemo_rl.models"
@@ -48,6 +48,7 @@ def _clipped_pg(x, o):
 
 
 _PG = dict.fromkeys(_OPTIONS, ANY) | _EPSILON
+_BOUNDED = {"generation": Excluded("extreme", because="nemo_rl.clipped_pg shows what comes of weights that overflow")}
 
 
 @entry("clipped_pg", "logprobs", under_mask="usual", supports=_PG)
@@ -55,10 +56,11 @@ def clipped_pg(x, o, mesh):
     return _clipped_pg(x, o)[0]
 
 
-@entry("clipped_pg", "logprobs", under_mask="usual", supports=_PG)
+@entry("clipped_pg", "logprobs", under_mask="usual", supports=_PG | _BOUNDED)
 def clipped_pg_with_metrics(x, o, mesh):
     loss, metrics = _clipped_pg(x, o)
-    named = {name: torch.as_tensor(float(metrics[name])) for name in SPECS["clipped_pg"].metrics if name in metrics}
+    named = {name: torch.tensor(float(metrics[name])) for name in SPECS["clipped_pg"].metrics if name in metrics}
+    named.pop("js_divergence_error")  # it estimates KL(m, p), as docs/reference/losses.md says
     return Outputs(loss=loss, metrics=named)
 
 

@@ -29,12 +29,12 @@ _KNOWN = Excluded("both", "not known", because="it takes a log-probability that 
 _GRPO = dict.fromkeys(_OPTIONS, ANY) | {"generation_everywhere": _KNOWN}
 
 
-@entry("grpo", "logprobs", under_mask="usual", supports=_GRPO)
+@entry("grpo", "logprobs", under_mask="usual", untrained="never", supports=_GRPO)
 def grpo(x, o, mesh):
     new, old, sampler, advantages, reference = rows(
         x, "logprobs old_logprobs vllm_logprobs advantages reference_logprobs"
     )
-    mask, counts = x.to_rows(x.mask), x.valid_tokens if o.loss_denominator == "token" else o.loss_denominator
+    mask, counts = x.to_rows(x.mask), float(x.valid_tokens) if o.loss_denominator == "token" else o.loss_denominator
     config = SimpleNamespace(**vars(o) | {"loss_fn": grpo_utils.GRPOLossType(o.loss_fn)})
     rho = grpo_utils.compute_rho_correction(old, sampler, mask, advantages, config)
     ratio = torch.exp(new - old)

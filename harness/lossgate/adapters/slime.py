@@ -30,4 +30,4 @@ def cispo(x, o, mesh):
 def logprobs_and_entropy(x, o, mesh):
     given = {"with_entropy": True, "chunk_size": 16}
     found, entropy = utils.calculate_log_probs_and_entropy(x.logits, x.labels, mesh.get_group("tp"), **given)
-    return Outputs(logprobs=found, token_entropy=entropy)
+    return Outputs(logprobs=found.flatten(), token_entropy=entropy)

@@ -68,7 +68,7 @@ def dpo(x, o, mesh):
 def ppo(x, o, mesh):
     new, old, advantages, mask = rows(x, "logprobs prev_logprobs advantages mask")
     made = rlhf.PPOLoss(epsilon=o.ratio_clip_min, value_coeff=0.0)
-    return made(old, new, advantages, old, old, old, padding_masks=mask)[0]
+    return made(old, new, advantages, old, old, old, mask, mask)[0]
 
 
 @entry("token_logprobs", "logits", supports={"temperature": ANY}, differentiable=("logprobs",))
