@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-entropy kernels that come with PyTorch 2.13, as candidates; and what lossgate found in them
+"""Cross-entropy kernels that come with PyTorch, as candidates; and what lossgate found in them
 (docs/reference/known-failures.md).
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +61,12 @@ def torch_cross_entropy_mean(inputs: NllLogits, options: NllOptions, mesh: Devic
     return F.cross_entropy(inputs.logits, _targets(inputs))
 
 
-def _linear(inputs: NllHidden, options: NllOptions, chunking: torch.nn.LinearCrossEntropyOptions | None) -> Tensor:
+def linear_candidate(*given: Any, **more: Any) -> Callable[..., Any]:
+    """Declares a candidate, unless torch has no ``linear_cross_entropy``, as before 2.13."""
+    return candidate(*given, **more) if hasattr(F, "linear_cross_entropy") else lambda kernel: None
+
+
+def _linear(inputs: NllHidden, options: NllOptions, chunking: Any) -> Tensor:
     targets = _targets(inputs)
     total = F.linear_cross_entropy(
         inputs.hidden, inputs.weight, targets, linear_bias=inputs.bias, reduction="sum", options=chunking
@@ -67,7 +74,7 @@ def _linear(inputs: NllHidden, options: NllOptions, chunking: torch.nn.LinearCro
     return _normalised(total, inputs, options)
 
 
-@candidate(
+@linear_candidate(
     "nll",
     head="hidden",
     axes=("dp", "cp"),
@@ -80,9 +87,11 @@ def torch_linear_cross_entropy(inputs: NllHidden, options: NllOptions, mesh: Dev
 
 
 CHUNK = 16
+POLICY: Any = "balanced" if torch.__version__ < "2.14" else "compact"
+"""The policy of torch-3, by the name that it has now."""
 
 
-@candidate(
+@linear_candidate(
     "nll",
     head="hidden",
     axes=("dp", "cp"),
@@ -103,7 +112,7 @@ def _accumulate(inputs: NllHidden) -> torch.dtype:
     return torch.promote_types(inputs.hidden.dtype, torch.float32)
 
 
-@candidate(
+@linear_candidate(
     "nll",
     head="hidden",
     precision=Precision(loss="bfloat16", grads_in_forward=True),
@@ -115,7 +124,7 @@ def torch_linear_cross_entropy_default_chunks(inputs: NllHidden, options: NllOpt
     return _linear(inputs, options, torch.nn.LinearCrossEntropyOptions())
 
 
-@candidate(
+@linear_candidate(
     "nll",
     head="hidden",
     precision=Precision(
@@ -129,7 +138,7 @@ def torch_linear_cross_entropy_many_chunks(inputs: NllHidden, options: NllOption
     return _linear(
         inputs,
         options,
-        torch.nn.LinearCrossEntropyOptions(batch_chunk_size=4, acc_policy="balanced", acc_dtype=_accumulate(inputs)),
+        torch.nn.LinearCrossEntropyOptions(batch_chunk_size=4, acc_policy=POLICY, acc_dtype=_accumulate(inputs)),
     )
 
 
