@@ -33,6 +33,8 @@ from lossgate.worlds import SimulatedWorld
 
 CANDIDATES = Path(__file__).parents[1] / "ci/candidates/pytorch.py"
 SEEDS = range(60)
+POLICY: Any = "balanced" if torch.__version__ < "2.14" else "compact"
+"""The policy of torch-3, by the name that it has now."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def in_one_chunk(chunked: Run) -> Run:
     """The same problem by the same kernel of PyTorch, with all tokens in one chunk."""
     leaves = _bfloat16_leaves(chunked.batch)
     options = torch.nn.LinearCrossEntropyOptions(
-        batch_chunk_size=len(leaves["hidden"]), acc_policy="balanced", acc_dtype=torch.float32
+        batch_chunk_size=len(leaves["hidden"]), acc_policy=POLICY, acc_dtype=torch.float32
     )
     loss = F.linear_cross_entropy(
         leaves["hidden"],
@@ -162,7 +164,7 @@ def chunked_weight_error(chunk: int) -> float:
     bfloat16, 2048 tokens, hidden size 64, vocabulary 256: the sizes of ``fused.py --accuracy``.
     """
     hidden, weight, labels = inputs(2048, 64, 256, torch.bfloat16)
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, acc_policy="balanced", acc_dtype=torch.float32)
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, acc_policy=POLICY, acc_dtype=torch.float32)
     F.linear_cross_entropy(hidden, weight, labels, options=options).backward()
     assert weight.grad is not None
     expected = exact((2048, 64, 256), torch.bfloat16)[2]

@@ -3,7 +3,9 @@
 ``lossgate.adapters.torch``.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +32,16 @@ def torch_cross_entropy_mean(inputs: NllLogits, options: NllOptions, mesh: Devic
     return F.cross_entropy(inputs.logits, ignoring(inputs))
 
 
-@candidate(
+def linear_candidate(*given: Any, **more: Any) -> Callable[..., Any]:
+    """Declares a candidate, unless torch has no ``linear_cross_entropy``, as before 2.13."""
+    return candidate(*given, **more) if hasattr(F, "linear_cross_entropy") else lambda kernel: None
+
+
+POLICY: Any = "balanced" if torch.__version__ < "2.14" else "compact"
+"""The policy of torch-3, by the name that it has now."""
+
+
+@linear_candidate(
     "nll",
     head="hidden",
     precision=Precision(loss="bfloat16", grads_in_forward=True),
@@ -42,7 +53,7 @@ def torch_linear_cross_entropy_default_chunks(inputs: NllHidden, options: NllOpt
     return upstream.linear(inputs, options, torch.nn.LinearCrossEntropyOptions())
 
 
-@candidate(
+@linear_candidate(
     "nll",
     head="hidden",
     precision=Precision(
@@ -57,7 +68,7 @@ def torch_linear_cross_entropy_many_chunks(inputs: NllHidden, options: NllOption
         inputs,
         options,
         torch.nn.LinearCrossEntropyOptions(
-            batch_chunk_size=4, acc_policy="balanced", acc_dtype=torch.promote_types(inputs.hidden.dtype, torch.float32)
+            batch_chunk_size=4, acc_policy=POLICY, acc_dtype=torch.promote_types(inputs.hidden.dtype, torch.float32)
         ),
     )
 

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
+TESTED_TORCH = "2.11", "2.14"
+"""The oldest torch with which lossgate works, and the newest with which it is tested."""
+
 _HOMES = {
     "ANY": "declaration.supports",
     "Batch": "specs.packed_batch",

@@ -37,8 +37,9 @@ class LogitFilter:
             check_integer("top_k", self.top_k, least=1, otherwise="or None for no filter")
         check_setting("top_p", self.top_p, above=0, largest=1, otherwise="where 1 is no filter")
 
-    def __bool__(self) -> bool:
-        """Whether anything is filtered."""
+    @property
+    def filters(self) -> bool:
+        """Whether anything is filtered. It is no ``__bool__``, which torch compiles since 2.13."""
         return self.top_k is not None or self.top_p < 1
 
     def bound(self, logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -63,7 +63,7 @@ class TokenStage:
             tokens: the number of tokens.
             dtype: the compute dtype.
         """
-        filtered = bool(self.filter)
+        filtered = self.filter.filters
         whole = filtered and (self.unfiltered or self.logit_range)
         given: Any = (True, self.entropy, self.logit_range, self.logit_range, whole)
         kept = (True, self.entropy, whole, filtered)
@@ -98,7 +98,7 @@ class TokenStage:
         return found
 
     def _of_chunk(self, logits: Tensor, labels: Tensor) -> "TokenStatistics":
-        if not self.filter:
+        if not self.filter.filters:
             return TokenStatistics(TokenSoftmax.of(logits, labels, entropy=self.entropy, lowest=self.logit_range))
         whole, bound = None, self.filter.bound(logits, self.group)
         if self.unfiltered or self.logit_range:
@@ -119,7 +119,7 @@ class TokenStage:
             restore(entropy) if self.entropy else None,
             restore(lowest) if self.logit_range else None,
             restore(largest) if self.logit_range else None,
-            restore(unfiltered if self.filter else logprobs) if self.unfiltered else None,
+            restore(unfiltered if self.filter.filters else logprobs) if self.unfiltered else None,
         )
 
 

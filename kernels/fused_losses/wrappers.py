@@ -87,10 +87,9 @@ def run_in_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any
         finally:
             _running.reset(token)
 
-    # The module can only be compiled if the compiler is imported, and importing it takes long.
-    inner.forward = torch.compiler.disable(forward) if "torch._dynamo" in sys.modules else forward
+    inner.forward = _not_compiled(forward)
     try:
-        result = module(*inputs)
+        result = _not_compiled(lambda: module(*inputs))()  # torch 2.11 compiles what follows a graph break
     finally:
         restore()
     if len(calls) != 1:
@@ -99,6 +98,13 @@ def run_in_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any
             "pass the module whose forward gathers the parameters"
         )
     return result
+
+
+def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps torch from compiling a function. Only if the compiler is imported can it do so, and
+    importing it takes long.
+    """
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
 def leave_compiled_code() -> None:

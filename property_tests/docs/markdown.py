@@ -391,6 +391,8 @@ def _is_not_run(command: str) -> bool:
 
 
 def _help_command(words: list[str]) -> str:
+    if words[:2] == ["ci/test", "--torch"]:
+        return "python benchmarks/torch_versions.py --help"
     if words[0] in _NOT_RUN_HELP:
         return _NOT_RUN_HELP[words[0]]
     # The subcommand or the script, if there is one, has flags of its own.

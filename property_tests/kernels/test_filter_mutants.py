@@ -43,7 +43,9 @@ BOUND = LogitFilter.bound
 
 def _top_p_of_all(filter_: LogitFilter, logits: Tensor) -> Tensor:
     bounds = [
-        BOUND(part, logits, None) for part in (LogitFilter(filter_.top_k), LogitFilter(None, filter_.top_p)) if part
+        BOUND(part, logits, None)
+        for part in (LogitFilter(filter_.top_k), LogitFilter(None, filter_.top_p))
+        if part.filters
     ]
     return torch.stack(bounds).amax(0)
 

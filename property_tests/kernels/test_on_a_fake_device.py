@@ -36,10 +36,12 @@ LAYOUTS = ("single", "dp=2", "cp=2", "tp=2")
 PROBLEMS = 2
 """For each layout and dtype. All are different, so that together they take most branches."""
 
+MIXED = ("Expected all tensors to be on the same device, but found at least two devices", "Unhandled FakeTensor Device")
+"""How torch begins what it raises of two devices. The second is 2.11's."""
 WAITED = ("waits", "aten._local_scalar_dense.default")
 SEEN = {
-    "tensor_on_the_cpu": ("mixed devices", "found at least two devices, sim:0 and cpu"),
-    "tensor_on_the_cpu_in_backward": ("mixed devices", "found at least two devices, sim:0 and cpu"),
+    "tensor_on_the_cpu": ("mixed devices", MIXED),
+    "tensor_on_the_cpu_in_backward": ("mixed devices", MIXED),
     "item": WAITED,
     "item_in_backward": WAITED,
     "branch": WAITED,
@@ -74,14 +76,14 @@ def test_mistakes_are_seen(name: str, make_world: MakeWorld) -> None:
         assert found is SEEN[name]
         return
     kind, message = SEEN[name]
-    assert (found.kind, message in found.message) == (kind, True), found
+    assert (found.kind, found.message.startswith(message)) == (kind, True), found
     assert found.place.startswith("device_mistakes.py:")
 
 
 @pytest.mark.parametrize(
     ("name", "budgets", "finding"),
     [
-        ("tensor_on_the_cpu", None, "Expected all tensors to be on the same device, but found at least two devices"),
+        ("tensor_on_the_cpu", None, MIXED),
         ("item", None, None),
         ("item", Budgets(host_waits="1"), None),
         ("item", Budgets(host_waits="0"), "the host waits for the device in aten._local_scalar_dense.default  [device"),
@@ -89,7 +91,7 @@ def test_mistakes_are_seen(name: str, make_world: MakeWorld) -> None:
     ],
 )
 def test_a_wait_is_a_fault_only_where_none_is_declared(
-    name: str, budgets: Budgets | None, finding: str | None, make_world: MakeWorld
+    name: str, budgets: Budgets | None, finding: str | tuple[str, ...] | None, make_world: MakeWorld
 ) -> None:
     kernel = replace(MISTAKES[name], budgets=budgets)
     result = run_case(cases(kernel, "single", make_world, "float32")[0], PROPERTIES["device"])

@@ -51,7 +51,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {}
 """``(module, what it imports): reason``. No module needs one."""
 
 HEIGHT = {room: height for height, floor in enumerate(FLOORS) for room in floor}
-ANYWHERE = {"__version__"}
+ANYWHERE = {"__version__", "TESTED_TORCH"}
 """The names that ``lossgate/__init__.py`` holds itself. It takes its other names from rooms."""
 
 

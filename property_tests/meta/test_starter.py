@@ -79,9 +79,13 @@ def test_what_cannot_be_written_is_a_line(
     assert (sorted(folder.iterdir()), (folder / "kernels.py").read_text()) == before
 
 
-def test_the_version_is_shown(lossgate: Lossgate) -> None:
+@pytest.mark.parametrize(
+    ("torch", "remark"), [("2.11.0", ""), ("2.14.1+cu130", ""), ("2.99.0a0", " (not tested; 2.11 to 2.14 are)")]
+)
+def test_the_versions_are_shown(lossgate: Lossgate, torch: str, remark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["lossgate.cli.app"], "version", lambda name: {"torch": torch}[name])
     done = lossgate("--version")
-    assert (done.returncode, done.stdout) == (0, f"{package.__version__}\n")
+    assert (done.returncode, done.stdout) == (0, f"lossgate {package.__version__}, torch {torch}{remark}\n")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

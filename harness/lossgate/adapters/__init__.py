@@ -104,7 +104,7 @@ def _checkout(name: str, package: str, module: str, *known: str) -> Library:
 LIBRARIES = {
     library.name: library
     for library in (
-        _release("torch", "torch", "torch", "2.13.0"),
+        _release("torch", "torch", "torch", "2.11.0", "2.13.0", "2.14.1"),
         _release("liger", "liger-kernel", "liger_kernel", "0.8.5"),
         _release("trl", "trl", "trl", "1.16.0"),
         _release("verl", "verl", "verl", "0.9.1"),

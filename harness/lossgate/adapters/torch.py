@@ -16,7 +16,7 @@ from lossgate.declaration.precision import Precision
 from lossgate.declaration.supports import ANY
 
 entry = entry_of("torch")
-load("torch", "torch.nn.functional", "linear_cross_entropy")
+load("torch", "torch.nn.functional")
 
 BFLOAT16 = Precision(logits="bfloat16", logsumexp="bfloat16", logprobs="bfloat16", dlogits="bfloat16", loss="bfloat16")
 """On a CPU log_softmax keeps the sum of exponentials in the dtype of its input."""
@@ -79,6 +79,10 @@ def chunked_linear_cross_entropy(x, o, mesh):
     accumulate = torch.promote_types(x.hidden.dtype, torch.float32)
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK, acc_policy="accurate", acc_dtype=accumulate)
     return linear(x, o, options)
+
+
+if not hasattr(F, "linear_cross_entropy"):  # it came with 2.13
+    del linear_cross_entropy, chunked_linear_cross_entropy
 
 
 # Backward, which lossgate calls after the kernel, must happen in the context, too.

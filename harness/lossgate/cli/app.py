@@ -14,20 +14,29 @@ import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import IntEnum
+from importlib.metadata import version
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter, Token
 
-from lossgate import __version__
+from lossgate import TESTED_TORCH, __version__
 from lossgate.base.errors import UsageError
 from lossgate.base.spelling import shown
+
+
+def versions() -> str:
+    """Returns in words the versions of lossgate and torch, which is not loaded for that."""
+    torch, (oldest, newest) = version("torch"), TESTED_TORCH
+    is_newer = [int(n) for n in torch.split(".")[:2]] > [int(n) for n in newest.split(".")]
+    return f"lossgate {__version__}, torch {torch}" + f" (not tested; {oldest} to {newest} are)" * is_newer
+
 
 app = App(
     name="lossgate",
     help="Judge whether loss kernels compute the losses they claim to.",
-    version=__version__,
+    version=versions,
     version_flags=["--version"],
 )
 app.register_install_completion_command(

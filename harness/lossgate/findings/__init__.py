@@ -117,7 +117,7 @@ class Seen:
 
 def _found(name: str, severity: Severity, shown_by: str, entry_points: str = "", **more: object) -> Finding:
     library = {"cce": "cut_cross_entropy"}.get(name.partition("-")[0], name.partition("-")[0])
-    given: dict[str, object] = {"versions": LIBRARIES[library].known[:1]} | more
+    given: dict[str, object] = {"versions": LIBRARIES[library].known} | more
     entries = tuple(f"{library}.{entry}" for entry in entry_points.split())
     return Finding(
         name=name,
@@ -130,14 +130,15 @@ def _found(name: str, severity: Severity, shown_by: str, entry_points: str = "",
 
 
 _WRONG, _NAN, _CRASH, _CONVENTION = Severity
+_SINCE_2_13 = ("2.13.0", "2.14.1")
 _MEGATRON_1594 = "https://github.com/NVIDIA/Megatron-LM/pull/1594"
 
 FINDINGS = {
     finding.name: finding
     for finding in (
         _found("torch-mean-of-nothing", _CONVENTION, "nothing-trained", "cross_entropy_mean"),
-        _found("torch-chunked-loss", _WRONG, "agreement"),
-        _found("torch-chunked-gradients", _WRONG, "agreement"),
+        _found("torch-chunked-loss", _WRONG, "agreement", versions=_SINCE_2_13),
+        _found("torch-chunked-gradients", _WRONG, "agreement", versions=_SINCE_2_13),
         _found("torch-empty-shard", _CRASH, "agreement"),
         _found("torch-confident-label", _WRONG, "agreement"),
         _found("liger-stride", _WRONG, "strided-inputs", "cross_entropy"),

@@ -35,6 +35,7 @@ from lossgate.base.layout import AXES, Layout
 from lossgate.cases.case import Case
 from lossgate.worlds.base import RankContext, T, Task, ranks_along
 from lossgate.worlds.running import running
+from lossgate.worlds.torch_versions import MIXED_DEVICES
 
 DEVICE = "sim"
 Kind = Literal["mixed devices", "waits", "other"]
@@ -165,8 +166,8 @@ def _described(error: Exception) -> tuple[Kind, str]:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return "waits", f"{error.func}"
     message = str(error).splitlines()[0] if str(error) else type(error).__name__
-    # Some operations look for themselves, and raise a plain RuntimeError.
-    mixed = type(error).__name__ == "FakeTensorDeviceMismatchError" or "same device" in message
+    # Some operations look for themselves, and raise a plain RuntimeError. In torch 2.11 all do.
+    mixed = type(error).__name__ == "FakeTensorDeviceMismatchError" or any(words in message for words in MIXED_DEVICES)
     return "mixed devices" if mixed else "other", message
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the line of a kernel that made a call or raised, past the frames of torch and lossgate."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -12,10 +13,12 @@ from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from traceback import FrameSummary
-from types import FrameType
+from types import FrameType, ModuleType
 
 import torch
 import typing_extensions
+
+from lossgate.base.errors import LossgateError
 
 _LOSSGATE = str(Path(__file__).parents[1])
 _CALLER = str(Path(_LOSSGATE, "declaration", "candidate.py"))
@@ -25,6 +28,7 @@ _INNER = (
     _LOSSGATE,
     typing_extensions.__file__,
     threading.__file__,
+    contextlib.__file__,
 )
 """The files of torch and lossgate, and of the modules that wrap their functions."""
 _AROUND = (*_INNER, str(Path(multiprocessing.__file__).parent), "<")
@@ -50,16 +54,27 @@ def raise_site(error: BaseException) -> str:
     return _site_in(traceback.extract_tb(error.__traceback__))
 
 
-def is_own_fault(error: BaseException) -> bool:
+def own_fault(error: BaseException) -> BaseException | None:
+    """Returns the exception that lossgate itself raised and did not mean to raise, or None.
+
+    It is the one given, or that from which an error about a candidate was raised.
+    """
+    return next((each for each in (error, error.__cause__) if each is not None and _is_own_fault(each)), None)
+
+
+def _is_own_fault(error: BaseException) -> bool:
     """Returns whether lossgate itself raised an exception that it did not mean to raise.
 
-    A kernel has no line in its traceback. Errors of torch and a lack of memory do not count,
-    because a kernel may have caused them before, nor do those of imports.
+    A kernel has no line in its traceback, unless lossgate asks a module for a name that is not
+    there, as one of another torch. Errors of torch and a lack of memory do not count, because a
+    kernel may have caused them before, nor do those of imports.
     """
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    of_lossgate = files[-1].startswith(_LOSSGATE) and files[-1] != _CALLER and all(f.startswith(_INNER) for f in files)
-    of_kernel = RuntimeError, MemoryError, ImportError
-    return of_lossgate and isinstance(error, Exception) and not isinstance(error, of_kernel)
+    of_lossgate = files[-1].startswith(_LOSSGATE) and files[-1] != _CALLER
+    lacks = isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)
+    no_kernel = lacks or all(f.startswith(_INNER) for f in files)
+    meant = RuntimeError, MemoryError, ImportError, LossgateError
+    return of_lossgate and no_kernel and isinstance(error, Exception) and not isinstance(error, meant)
 
 
 def raise_stack(error: BaseException) -> str:

@@ -13,7 +13,8 @@ cross_entropy(hidden.double() @ exact.T, labels, reduction="sum").backward()
 
 def error(tokens_at_once):
     weight = exact.detach().bfloat16().requires_grad_()
-    options = LinearCrossEntropyOptions(acc_policy="balanced", batch_chunk_size=tokens_at_once)
+    policy = "balanced" if torch.__version__ < "2.14" else "compact"  # its new name
+    options = LinearCrossEntropyOptions(acc_policy=policy, batch_chunk_size=tokens_at_once)
     linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options).backward()
     return ((weight.grad.double() - exact.grad).norm() / exact.grad.norm()).item()
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lossgate.base.layout import AXES, Layout
 from lossgate.worlds.base import RankContext
 from lossgate.worlds.processes.rank_messages import Assignment
+from lossgate.worlds.torch_versions import set_timeout
 
 OpenStore = Callable[[str, int], dist.Store]
 """Opens the store of a meeting. It gets the name of the meeting, and the number of ranks."""
@@ -77,7 +78,7 @@ class RankGroups:
         finally:
             c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
         for group in _real_groups():
-            c10d._set_pg_timeout(_PATIENCE, group)
+            set_timeout(_PATIENCE, group)
         return mesh
 
     def _wait_for_all(self, layout: Layout) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from lossgate.base.errors import LossgateError
 from lossgate.worlds.base import RankContext, StateLeak, Task
-from lossgate.worlds.call_sites import is_own_fault, raise_collective, raise_site, raise_stack
+from lossgate.worlds.call_sites import own_fault, raise_collective, raise_site, raise_stack
 from lossgate.worlds.process_state import ProcessState
 from lossgate.worlds.processes.groups import OpenStore, RankGroups
 from lossgate.worlds.processes.rank_messages import (
@@ -145,9 +145,9 @@ def _result(task: Task[Any], context: RankContext) -> Any:
 
 
 def _raised(error: BaseException) -> Raised:
-    text, own_fault = str(error), is_own_fault(error)
-    if own_fault:
-        error.add_note(traceback.format_exc())
+    text, fault = str(error), own_fault(error)
+    if fault is not None:
+        fault.add_note(traceback.format_exc())
     return Raised(
         kind=type(error).__name__,
         text=text,
@@ -155,5 +155,5 @@ def _raised(error: BaseException) -> Raised:
         collective=raise_collective(error),
         stack=raise_stack(error),
         lost_connection=isinstance(error, RuntimeError) and any(sign in text for sign in _LOST),
-        error=pickle.dumps(error) if own_fault or isinstance(error, LossgateError) else None,
+        error=pickle.dumps(fault or error) if fault or isinstance(error, LossgateError) else None,
     )

@@ -21,7 +21,7 @@ import torch
 
 from lossgate.base.errors import LossgateError
 from lossgate.worlds.base import Deadlock, Hang, RankRaised
-from lossgate.worlds.call_sites import is_own_fault, raise_site, stack_of
+from lossgate.worlds.call_sites import own_fault, raise_site, stack_of
 from lossgate.worlds.process_state import SharedState
 
 
@@ -335,8 +335,8 @@ def _as_failure(error: BaseException, rank: int) -> BaseException:
     """Returns an error that names the rank and line of a kernel's exception. Returns lossgate's own
     errors, and exceptions that are its fault, as they are.
     """
-    if isinstance(error, LossgateError) or is_own_fault(error):
-        return error
+    if (fault := own_fault(error)) is not None or isinstance(error, LossgateError):
+        return fault or error
     kind, site = type(error).__name__, raise_site(error)
     failure = RankRaised(f"rank {rank} raised {kind}: {error}  [{site}]", rank, kind, site)
     failure.__cause__ = error

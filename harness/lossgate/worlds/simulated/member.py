@@ -59,25 +59,23 @@ class Member(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self.rendezvous.label
 
+    def _get_backend(self, device: Any) -> Any:
+        """Returns this object. Torch 2.14 and newer ones ask it whether sends can be coalesced."""
+        return self
+
     def shutdown(self) -> None:
         """Does nothing, because there is nothing to free."""
 
     def new_group(
-        self,
-        ranks: Sequence[int],
-        timeout: Any = None,
-        pg_options: Any = None,
-        group_name: str = "",
-        group_desc: str | None = None,
+        self, ranks: Sequence[int], *, group_name: str = "", group_desc: str | None = None, **others: Any
     ) -> Any:
         """Makes this rank's member of a new group. ``dist.new_group`` and ``DeviceMesh`` call this.
 
         Args:
             ranks: the members of the new group, as ranks of the world.
-            timeout: ignored.
-            pg_options: ignored.
             group_name: the name under which functional collectives find the new object.
             group_desc: the label in messages and in the log.
+            others: ignored. Which there are hangs on the version of torch.
 
         Returns:
             The member, or None if this rank is not in the new group.

@@ -10,6 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from lossgate.worlds.torch_versions import make_group, prepare_for_threads, register_group
+
 BACKEND = "simulated"
 _DEVICES = ("cpu", "cuda")
 _BACKENDS = ",".join(f"{device}:{BACKEND}" for device in _DEVICES)
@@ -64,8 +66,9 @@ class _ThreadAwareWorld(c10d._World):
 def install() -> None:
     """Makes torch.distributed aware of rank threads. A second call does nothing."""
     if not isinstance(c10d._world, _ThreadAwareWorld):
+        prepare_for_threads()
         c10d._world = _ThreadAwareWorld(c10d._world)
-        dist.Backend.register_backend(BACKEND, lambda *_: None, devices=list(_DEVICES))
+        dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=list(_DEVICES))
 
 
 def enter_rank_thread(default_group: dist.ProcessGroup) -> None:
@@ -103,7 +106,7 @@ def register(group: dist.ProcessGroup, name: str, ranks: tuple[int, ...], store:
         store: the store that torch keeps with a group; no simulated collective uses it.
     """
     mapping = {rank: i for i, rank in enumerate(ranks)}
-    c10d._register_pg_in_world(group, BACKEND, store, name, _BACKENDS, rank_mapping=mapping)  # pyright: ignore
+    register_group(group, name, BACKEND, _BACKENDS, store, mapping)
 
 
 def forget(group: dist.ProcessGroup) -> None:
