@@ -45,9 +45,7 @@ def _first_of_each_place(case: Case) -> list[int]:
 @property(
     "bad-inputs",
     mistakes=all_of(
-        needing(
-            "labels that are too few are broadcast", _may_lose_one, lambda case: "shapes" in case.candidate.refuses
-        ),
+        needing("labels that are too few are broadcast", _may_lose_one, _refuses_shapes),
         needing(
             "the labels of one response of a group are not checked",
             lambda case: len(_first_of_each_place(case)) == case.problem.group_size,
