@@ -169,15 +169,33 @@ def _adds_up(candidate: Candidate) -> bool:
     return all(candidate.placements(output).get("dp") in ("sum", "min", "max") for output in split)
 
 
+def _padded_otherwise(problem: Problem) -> Problem:
+    return replace(problem, pad_to_multiple=problem.pad_to_multiple + 4)
+
+
+def _starts_of_another_padding(candidate: Candidate) -> list[OwnMistake]:
+    sentence = "sequences start where they did with another padding"
+    return [OwnMistake(sentence=sentence, matters=lambda case: True, can_show=_loses_a_token, needed=False)]
+
+
+def _loses_a_token(case: Case) -> bool:
+    """Returns whether a trained token lies in another sequence, with the padding that the property
+    gives and the starts of the problem's own.
+    """
+    own, other = case.placed.partition, _padded_otherwise(case.problem).partition
+    found = torch.bucketize(other.real_tokens, torch.tensor(own.starts[1:-1], dtype=torch.long), right=True)
+    return bool((found != case.bound.batch.fields["sequence"])[trained_tokens(case)].any())
+
+
 @property(
     "other-padding",
-    mistakes=values("hangs on the padding"),
+    mistakes=all_of(values("hangs on the padding"), _starts_of_another_padding),
     applies=lambda candidate: candidate.starts_at.gives == "token",
     remedy="let padding take no part, wherever the chunks of a loop begin and end",
 )
 def other_padding(case: Case) -> Checked:
     """Sequences that are padded to another multiple give the same results."""
-    padded = replace(case.problem, pad_to_multiple=case.problem.pad_to_multiple + 4)
+    padded = _padded_otherwise(case.problem)
     return Checked(comparisons=Case(case.candidate, padded, case.world, case.bound).comparisons)
 
 
