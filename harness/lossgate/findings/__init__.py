@@ -144,6 +144,7 @@ FINDINGS = {
         _found("liger-stride", _WRONG, "strided-inputs", "cross_entropy"),
         _found("liger-frozen-hidden", _WRONG, "frozen-inputs", "fused_linear_cross_entropy"),
         _found("liger-second-backward", _WRONG, "second-backward", "cross_entropy"),
+        _found("liger-linear-second-backward", _WRONG, "second-backward", "fused_linear_cross_entropy"),
         _found("liger-writes-logits", _CONVENTION, "inputs-kept", "cross_entropy"),
         _found("liger-dpo-nothing-chosen", _NAN, "agreement", "chunked_dpo"),
         _found("deepspeed-upstream", _WRONG, "upstream-scaled", "tiled_sum"),
@@ -172,6 +173,7 @@ FINDINGS = {
         _found(
             "torchtune-nothing-trained", _CONVENTION, "nothing-trained", "chunked_cross_entropy", needs_stand_ins=True
         ),
+        _found("torchtune-kl-nothing-trained", _CRASH, "nothing-trained", "forward_kl", needs_stand_ins=True),
         _found("cce-nothing-trained", _CONVENTION, "nothing-trained", "torch_compile_mean"),
     )
 }

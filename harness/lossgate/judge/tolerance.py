@@ -129,8 +129,9 @@ class Tolerance:
         deviations = self._zeroed(deviations)
         low, high = deviations.amin(0), deviations.amax(0)
         self._exactly_zero = (self._known == 0) & (low == 0) & (high == 0)
-        self.vacuous = bool(self._exactly_zero.all())
-        """Whether nothing is left to compare, because every entry is exactly zero in every run."""
+        self.vacuous = bool(self._exactly_zero.all()) or bool(low.isnan().any())
+        """Whether nothing can be compared: every entry is exactly zero in every run; or a run has a
+        NaN where the reference is finite, as if float32 overflows, and then no limit is known."""
         if not self.vacuous:
             sizes = self._known.abs().max(), -low.min().double(), high.max().double()
             self._size = float(torch.stack(sizes).max())

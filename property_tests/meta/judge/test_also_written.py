@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 import lossgate
-from lossgate import Candidate, Outputs, Spec, UsageError, candidate
+from lossgate import Candidate, Outputs, Spec, candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placement import sample_problems
 from lossgate.dense_candidates import dense_candidate
+from lossgate.engine.cell_record import Verdict
+from lossgate.engine.plan import plan
+from lossgate.engine.run_cell import run_cell
+from lossgate.engine.settings import Settings
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.ensemble import rounded_runs, run_ensemble, stages_of
 from lossgate.losses import SPECS
@@ -78,12 +82,24 @@ def underflowing(values: Any, batch: Any, options: Any) -> Tensor:
     return squared(values, batch, options) + mean(tiny * tiny.log(), batch)
 
 
-def test_a_way_that_is_nan_is_told_and_lets_nothing_through(make_world: MakeWorld) -> None:
+def test_a_way_that_is_nan_says_nothing_of_a_kernel(make_world: MakeWorld) -> None:
     """A NaN is over no limit and under none, so anything would be within NaN."""
     own, world = kernel(declared(underflowing)), make_world("single")
     (problem,) = sample_problems(own, world.layout, "float32", 1, seed=0)
-    with pytest.raises(UsageError, match=r"^spec 'squared': loss is NaN in a run that rounds as right kernels do"):
-        run(own, problem, world)
+    (loss, _) = run(own, problem, world).comparisons
+    assert loss.vacuous
+    assert not loss.tells_scale
+    not_a_number = replace(own, kernel=lambda *given: Outputs(loss=own.kernel(*given).loss * nan))
+    assert not run(not_a_number, problem, world).agrees
+
+
+def test_if_all_problems_say_nothing_the_cell_is_inconclusive() -> None:
+    settings = Settings(layouts=("single",), properties=("agreement",), examples=4, rounds=1)
+    own = replace(kernel(declared(underflowing)), kernel=lambda x, options, mesh: Outputs(loss=squared(x, x, options)))
+    (cell,) = plan([own], settings)
+    found = run_cell(cell, settings)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert any("loss" in reason for reason in found.reasons)
 
 
 def test_a_statistic_that_is_nan_disagrees() -> None:

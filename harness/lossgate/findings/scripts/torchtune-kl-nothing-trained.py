@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A distillation loss whose labels are all ignored has no graph: its backward raises an error."""
+
+import torch
+from torchtune.modules.loss import ForwardKLLoss
+
+student, teacher = torch.randn(2, 5, requires_grad=True), torch.randn(2, 5)
+loss = ForwardKLLoss()(student, teacher, torch.tensor([-100, -100]))
+try:
+    loss.backward()
+except RuntimeError as error:
+    print("RuntimeError:", error)
+    raise SystemExit(1) from None
