@@ -19,7 +19,8 @@ from .markdown import ROOT
 
 WORKFLOWS = ROOT / "ci/workflows"
 GITHUB, NIGHTLY, GITLAB = (WORKFLOWS / name for name in ("github.yml", "github-nightly.yml", "gitlab.yml"))
-PUBLISH, ACTION = WORKFLOWS / "github-publish.yml", ROOT / "action.yml"
+PUBLISH, CONFORMANCE = WORKFLOWS / "github-publish.yml", WORKFLOWS / "github-conformance.yml"
+ACTION = ROOT / "action.yml"
 RECIPES = [GITHUB, NIGHTLY, GITLAB]
 SCHEMAS = {GITLAB: "vendor.gitlab-ci", ACTION: "vendor.github-actions"}
 SCRIPTS = [ROOT / "ci/gate", ROOT / "ci/verify"]
@@ -84,7 +85,7 @@ def accepted(arguments: list[str]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("path", [*RECIPES, PUBLISH, ACTION], ids=by_name)
+@pytest.mark.parametrize("path", [*RECIPES, PUBLISH, CONFORMANCE, ACTION], ids=by_name)
 def test_recipes_follow_the_published_schemas(path: Path) -> None:
     assert valid(path, SCHEMAS.get(path, "vendor.github-workflows"))
 

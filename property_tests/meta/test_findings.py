@@ -3,6 +3,7 @@
 not show it is told apart.
 """
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from lossgate import UsageError
 from lossgate.adapters import LIBRARIES
 from lossgate.cli import Exit, app
+from lossgate.declaration.loading import load_candidates
 from lossgate.findings import FINDINGS, Finding, Seen, Severity, find, show
 from lossgate.properties import PROPERTIES
 
@@ -86,11 +88,13 @@ def test_the_list_has_a_sentence_and_the_version_here(capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 * len(FINDINGS)
     assert lines[0].split()[:2] == ["torch-mean-of-nothing", "convention"]
-    assert lines[1].strip().startswith("torch 2.13.0; ")
+    assert lines[1].strip().startswith("torch 2.11.0, 2.13.0, 2.14.1; 2.")
 
 
 def test_one_shows_what_is_wrong_first_and_the_script_last(capsys: pytest.CaptureFixture[str]) -> None:
     assert app(["findings", "torch-mean-of-nothing"], result_action="return_value") == Exit.DISAGREE
-    first, *_, last = capsys.readouterr().out.splitlines()
+    first, *others, last = capsys.readouterr().out.splitlines()
+    (target,) = re.findall(r"lossgate verify (\S+),", "\n".join(others))
+    assert [one.name for one in load_candidates(target)] == ["torch.cross_entropy_mean"]
     assert first.startswith("torch-mean-of-nothing: The mean over no trained token is NaN")
     assert last == "    raise SystemExit(bool(loss.isnan()))"

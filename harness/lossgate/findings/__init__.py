@@ -202,6 +202,6 @@ def show(finding: Finding, seen: Seen) -> str:
     if finding.upstream:
         lines.append(f"  upstream: {finding.upstream}")
     for entry in finding.entry_points:
-        module, _, kernel = entry.partition(".")
-        lines.append(f"  to judge it: lossgate verify lossgate.adapters.{module}:{kernel} ({finding.shown_by})")
+        target = f"lossgate.adapters.{finding.library}:{entry}"
+        lines.append(f"  to judge it: lossgate verify {target}, property {finding.shown_by}")
     return "\n".join([*lines, "", *(f"    {line}".rstrip() for line in finding.code.splitlines())])
