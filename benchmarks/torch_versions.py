@@ -117,7 +117,7 @@ def outcome(report: ElementTree.Element) -> tuple[str, list[str]]:
         elif test.find("skipped") is None:
             passed += 1
             findings += _FINDING.findall(name)
-    stand = f"; {', '.join(findings)} found" if findings else ""
+    stand = f"; {', '.join(sorted(findings))} found" if findings else ""
     return (f"{len(failed)} of {len(failed) + passed} FAILED" if failed else f"{passed} passed") + stand, failed
 
 

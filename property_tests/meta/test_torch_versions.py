@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_versions as table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 
 import lossgate
@@ -67,6 +68,18 @@ def test_a_name_that_torch_lacks_is_no_fault_of_a_kernel(where: str, monkeypatch
     monkeypatch.setattr(f"lossgate.worlds.simulated.{where}", made["lacks"])
     with pytest.raises(AttributeError, match="has no attribute '_not_there'"):
         run_cell(Cell(calls_a_collective, Layout(cp=2), "float32"), Settings(examples=1, rounds=1))
+
+
+def test_threads_of_ranks_that_have_ended_do_no_harm_to_fake_tensors() -> None:
+    """Torch 2.11 crashed."""
+    for _ in range(3):
+        with lossgate.SimulatedRanks() as ranks:
+            ranks.world("cp=2").run(_makes_fake_tensors)
+
+
+def _makes_fake_tensors(context: Any) -> None:
+    with FakeTensorMode():
+        torch.ones(2)
 
 
 def test_what_is_installed_and_tried_in_ci_is_the_range() -> None:

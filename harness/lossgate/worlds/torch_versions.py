@@ -60,14 +60,15 @@ set_timeout: Any = getattr(dist, "set_timeout", None) or _c10d._set_pg_timeout
 """Sets the time-out of a group. 2.14 has it without an underscore, and warns of the other name."""
 
 
-def prepare_for_threads() -> None:
-    """Call this in a thread that lives as long as the process, before threads of ranks start.
+def survive_ended_threads() -> None:
+    """Keeps torch from a crash in threads of ranks that use fake tensors, as DTensor does.
 
-    2.11 for CUDA, on a machine without a GPU, keeps an object of the first thread that uses fake
-    tensors, as DTensor does, and crashes in another thread once that one has ended.
+    2.11 for CUDA, on a machine without a GPU, keeps an object of the first thread that uses them,
+    and crashes in the next one once that has ended. It is there for tensors on CUDA, which are none
+    of a simulated rank's without a GPU.
     """
     if _number(torch.__version__) < (2, 12):
-        getattr(torch._C, "_ensureCUDADeviceGuardSet")()  # noqa: B009  torch's stubs lack it
+        setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)  # noqa: B010  torch's stubs lack it
 
 
 def register_group(

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from lossgate.worlds.torch_versions import make_group, prepare_for_threads, register_group
+from lossgate.worlds.torch_versions import make_group, register_group, survive_ended_threads
 
 BACKEND = "simulated"
 _DEVICES = ("cpu", "cuda")
@@ -66,7 +66,7 @@ class _ThreadAwareWorld(c10d._World):
 def install() -> None:
     """Makes torch.distributed aware of rank threads. A second call does nothing."""
     if not isinstance(c10d._world, _ThreadAwareWorld):
-        prepare_for_threads()
+        survive_ended_threads()
         c10d._world = _ThreadAwareWorld(c10d._world)
         dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=list(_DEVICES))
 
