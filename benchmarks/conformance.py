@@ -35,10 +35,13 @@ _WORST_FIRST = (Outcome.DISAGREE, Outcome.INCONCLUSIVE, Outcome.PROMISE_BROKEN, 
 def page_of(files: Sequence[Path]) -> str:
     """Returns the page: what people wrote above the mark, and the tables below it."""
     above = PAGE.read_text(encoding="utf-8").partition(_MARK)[0]
-    cells = defaultdict[str, list[CellRecord]](list)
-    for key, cell in gather(files).newest.items():
+    gathered, cells = gather(files), defaultdict[str, list[CellRecord]](list)
+    for key, cell in gathered.newest.items():
         cells[key.candidate].append(cell)
-    return above + _MARK + "\n" + "\n".join([*_findings(), "", *_verdicts(cells)]) + "\n"
+    with_ = dict.fromkeys(
+        f"torch {run.versions['torch']}, Python {run.versions['python']}" for run in gathered.runs.values()
+    )
+    return above + _MARK + "\n" + "\n".join([*_findings(), "", *_verdicts(cells, " and ".join(with_))]) + "\n"
 
 
 def _findings() -> Iterator[str]:
@@ -56,8 +59,10 @@ def _findings() -> Iterator[str]:
                 yield f"| {name} | {finding.sentence} | {severity} | {version} | {finding.shown_by} |"
 
 
-def _verdicts(cells: dict[str, list[CellRecord]]) -> Iterator[str]:
+def _verdicts(cells: dict[str, list[CellRecord]], with_: str) -> Iterator[str]:
     yield "## Verdicts"
+    yield ""
+    yield f"With {with_}."
     for library in LIBRARIES.values():
         own = [entry for entry in library.entry_points if entry in cells]
         if not own:
@@ -66,7 +71,7 @@ def _verdicts(cells: dict[str, list[CellRecord]]) -> Iterator[str]:
         yield ""
         yield f"### {library.package}"
         yield ""
-        yield f"{library.package} {library.known[-1]}, {newest[:10]}."
+        yield f"{library.package} {library.installed or library.known[-1]}, {newest[:10]}."
         yield ""
         yield "| entry point | loss | where | verdict | what else | detects | s |"
         yield "|---|---|---|---|---|---|---|"
@@ -81,9 +86,15 @@ def _row(entry: str, cells: Sequence[CellRecord]) -> str:
     seen = percent(max(effects)) if effects else ""
     seconds = round(sum(cell.seconds for cell in cells))
     loss = f"{worst.spec} from {worst.head}"
-    return (
-        f"| `{entry}` | {loss} | {where} | {_IN_WORDS[worst.outcome]} | {_beside(entry, worst)} | {seen} | {seconds} |"
-    )
+    return f"| `{entry}` | {loss} | {where} | {_verdict(entry, worst)} | {_beside(entry, worst)} | {seen} | {seconds} |"
+
+
+def _verdict(entry: str, worst: CellRecord) -> str:
+    """Returns the verdict in words; if it is DISAGREE, what the worst finding says that it is."""
+    found = [finding.severity for finding in FINDINGS.values() if entry in finding.entry_points]
+    if worst.outcome is Outcome.DISAGREE and found:
+        return f"**{min(found, key=list(Severity).index)}**"
+    return _IN_WORDS[worst.outcome]
 
 
 def _beside(entry: str, cell: CellRecord) -> str:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only ``losses/`` and the tour know what is special about a family of losses.
+"""Only ``losses/``, the tour and what calls other people's losses know what is special about a
+family of losses.
 
 No other module of the harness names an option or a field of one. A loss is thus added in its own
 file.
@@ -15,7 +16,7 @@ import pytest
 from lossgate.losses import SPECS
 
 HARNESS = Path(__file__).parents[2] / "harness/lossgate"
-KNOWING = {"losses", "tour.py"}
+KNOWING = {"losses", "tour.py", "adapters", "plain_functions", "findings"}
 
 SHARED = {
     "real_tokens": "the positions of a partition's tokens that are no padding; nll counts them under the same name",

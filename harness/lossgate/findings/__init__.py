@@ -48,7 +48,8 @@ class Finding:
     shown_by: str
     """The property that shows it."""
     entry_points: tuple[str, ...]
-    """The adapters that show it; none if no adapter makes the call."""
+    """The adapters that show it; none if no adapter makes the call, or theirs declare it as a
+    convention, so that it is not asked."""
     versions: tuple[str, ...]
     """The versions that have it, as far as they were tried."""
     upstream: str = ""
@@ -130,6 +131,7 @@ def _found(name: str, severity: Severity, shown_by: str, entry_points: str = "",
 
 
 _WRONG, _NAN, _CRASH, _CONVENTION = Severity
+_KL = "forward_kl reverse_kl chunked_forward_kl"
 _SINCE_2_13 = ("2.13.0", "2.14.1")
 _MEGATRON_1594 = "https://github.com/NVIDIA/Megatron-LM/pull/1594"
 
@@ -143,12 +145,12 @@ FINDINGS = {
         _found("torch-confident-label", _WRONG, "agreement"),
         _found("liger-stride", _WRONG, "strided-inputs", "cross_entropy"),
         _found("liger-frozen-hidden", _WRONG, "frozen-inputs", "fused_linear_cross_entropy"),
-        _found("liger-second-backward", _WRONG, "second-backward", "cross_entropy"),
+        _found("liger-second-backward", _WRONG, "second-backward"),
         _found("liger-linear-second-backward", _WRONG, "second-backward", "fused_linear_cross_entropy"),
-        _found("liger-writes-logits", _CONVENTION, "inputs-kept", "cross_entropy"),
+        _found("liger-writes-logits", _CONVENTION, "inputs-kept"),
         _found("liger-dpo-nothing-chosen", _NAN, "agreement", "chunked_dpo"),
         _found("deepspeed-upstream", _WRONG, "upstream-scaled", "tiled_sum"),
-        _found("deepspeed-second-backward", _CRASH, "second-backward", "tiled_sum"),
+        _found("deepspeed-empty-tile", _CONVENTION, "agreement", "tiled_mean"),
         _found("megatron-fused-bfloat16", _WRONG, "agreement", "fused_vocab_parallel_cross_entropy"),
         _found(
             "megatron-smoothing-underflow",
@@ -164,7 +166,7 @@ FINDINGS = {
             "vocab_parallel_cross_entropy",
             upstream=_MEGATRON_1594,
         ),
-        _found("verl-no-rows", _CRASH, "idle-rank", needs_stand_ins=True),
+        _found("verl-no-rows", _CONVENTION, "microbatches", needs_stand_ins=True),
         _found("verl-nothing-trained", _CONVENTION, "nothing-trained", "vanilla", needs_stand_ins=True),
         _found("verl-masked-nan", _CONVENTION, "masked-nan", "vanilla_of_sequences", needs_stand_ins=True),
         _found("openrlhf-nothing-trained", _CONVENTION, "nothing-trained", "ppo", needs_stand_ins=True),
@@ -173,7 +175,7 @@ FINDINGS = {
         _found(
             "torchtune-nothing-trained", _CONVENTION, "nothing-trained", "chunked_cross_entropy", needs_stand_ins=True
         ),
-        _found("torchtune-kl-nothing-trained", _CRASH, "nothing-trained", "forward_kl", needs_stand_ins=True),
+        _found("torchtune-kl-nothing-trained", _CRASH, "nothing-trained", _KL, needs_stand_ins=True),
         _found("cce-nothing-trained", _CONVENTION, "nothing-trained", "torch_compile_mean"),
     )
 }

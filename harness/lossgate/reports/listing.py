@@ -58,7 +58,7 @@ _LAYOUTS = {
 _BANKS = {
     "lossgate.tour": "a right kernel and a wrong one, to try lossgate on",
     "lossgate.dense_candidates": "the dense reference of each spec and head as a kernel",
-    "lossgate.adapters.NAME": "the kernels of a public library, such as liger; see lossgate list adapters",
+    "lossgate.adapters.torch": "the kernels of PyTorch; lossgate list adapters has those of other libraries",
 }
 _NEXT = {
     "lossgate init SPEC": "writes a first candidate of a spec",

@@ -171,8 +171,11 @@ def verify(
             differences, or "full" for all with at most ``ranks`` ranks, in every dtype. By default
             that of the profile.
         seed: the seed from which problems are drawn. Another seed draws other problems.
-        head, rows, options, conventions, precision: of a plain function alone, as for
-            ``lossgate.assert_matches``.
+        head: of a plain function, where it starts; see ``lossgate.assert_matches``.
+        rows: of a plain function, whether tokens lie in rows; likewise.
+        options: of a plain function, what it computes; likewise.
+        conventions: of a plain function, what its callers take care of; likewise.
+        precision: of a plain function, where it rounds; likewise.
 
     Returns:
         The results. Printed, they show the verdicts and their reasons. ``verdict`` and ``agrees``

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of the weight does not know by what the loss is multiplied."""
+"""The tiled loss scales the gradient of hidden by the upstream gradient, and the weight's not."""
 
 import torch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss

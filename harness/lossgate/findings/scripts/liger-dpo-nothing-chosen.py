@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused linear DPO is NaN if no token of a chosen answer is trained: 0 / 0."""
+"""Fused linear DPO is NaN if no chosen answer of a batch is trained: the NLL is 0 / 0."""
 
 import os
 

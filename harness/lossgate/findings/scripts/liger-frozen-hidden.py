@@ -13,9 +13,6 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 hidden, labels = torch.randn(4, 8, device=device), torch.tensor([1, 2, 3, 4], device=device)
 weight = torch.randn(16, 8, device=device, requires_grad=True)
-try:
-    liger_fused_linear_cross_entropy(hidden, weight, labels).backward()
-    print("gradient of the weight:", weight.grad)
-except RuntimeError as error:
-    print("RuntimeError:", error)
+liger_fused_linear_cross_entropy(hidden, weight, labels).backward()
+print("gradient of the weight:", weight.grad)
 raise SystemExit(weight.grad is None)

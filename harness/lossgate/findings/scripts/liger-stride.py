@@ -16,7 +16,7 @@ labels = torch.tensor([1, 2, 3, 4], device=device)
 
 
 def gradient(loss):
-    leaf = logits.detach().requires_grad_()
+    leaf = logits.detach().clone().requires_grad_()  # which keeps the strides
     loss(leaf, labels).backward()
     return leaf.grad
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A distillation loss whose labels are all ignored has no graph: its backward raises an error."""
+"""With all labels ignored the loss is a constant 0, so a backward of it alone raises an error."""
 
 import torch
 from torchtune.modules.loss import ForwardKLLoss

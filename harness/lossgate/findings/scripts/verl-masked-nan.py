@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NaN at a masked token is dropped by "token-mean", and makes the loss NaN in other modes."""
+"""NaN at a masked token is dropped by "token-mean", and makes the loss NaN in "seq-mean-..."."""
 
 import torch
 from verl.trainer.ppo.core_algos import agg_loss

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a batch without a trained token is NaN: 0 / 0."""
+"""Without batch_num_tokens, the loss of a batch without a trained token is NaN: 0 / 0."""
 
 import torch
 from verl.trainer.ppo.core_algos import agg_loss
