@@ -12,7 +12,7 @@ Of each cell the newest verdict counts.
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lossgate.adapters import LIBRARIES
@@ -38,10 +38,12 @@ def page_of(files: Sequence[Path]) -> str:
     gathered, cells = gather(files), defaultdict[str, list[CellRecord]](list)
     for key, cell in gathered.newest.items():
         cells[key.candidate].append(cell)
-    with_ = dict.fromkeys(
-        f"torch {run.versions['torch']}, Python {run.versions['python']}" for run in gathered.runs.values()
-    )
-    return above + _MARK + "\n" + "\n".join([*_findings(), "", *_verdicts(cells, " and ".join(with_))]) + "\n"
+    made_with = dict.fromkeys(_versions(run.versions) for run in gathered.runs.values())
+    return above + _MARK + "\n" + "\n".join([*_findings(), "", *_verdicts(cells, " and ".join(made_with))]) + "\n"
+
+
+def _versions(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {versions[name]}" for name in ("torch", "python") if name in versions)
 
 
 def _findings() -> Iterator[str]:
@@ -59,10 +61,10 @@ def _findings() -> Iterator[str]:
                 yield f"| {name} | {finding.sentence} | {severity} | {version} | {finding.shown_by} |"
 
 
-def _verdicts(cells: dict[str, list[CellRecord]], with_: str) -> Iterator[str]:
+def _verdicts(cells: dict[str, list[CellRecord]], made_with: str) -> Iterator[str]:
     yield "## Verdicts"
     yield ""
-    yield f"With {with_}."
+    yield f"With {made_with}."
     for library in LIBRARIES.values():
         own = [entry for entry in library.entry_points if entry in cells]
         if not own:

@@ -278,12 +278,12 @@ M = lossgate.assert_matches
         (lambda: M(cross_entropy, "nll", "verl.policy_loss"), "that preset is of spec 'clipped_pg', not of 'nll'"),
         (lambda: M(cross_entropy, "dpo", "trl.dpo_loss"), "a parameter named chosen_logps or policy_chosen_logps, and"),
         (lambda: M(torch.relu, "nll", {"x": "logits"}), "it has no signature; wrap it in a function of named paramete"),
-        (lambda: M(3, "nll", GIVEN), "assert_matches(fn=3): expected a function of tensors"),  # pyright: ignore[reportArgumentType]
+        (lambda: M(3, "nll", GIVEN), "assert_matches(fn=3): expected a function of tensors"),
         (lambda: M(cross_entropy, "nll", GIVEN, options={"temprature": 1.0}), "assert_matches(options['temprature']=1"),
         (lambda: M(cross_entropy, "nll", GIVEN, dtypes="fp16"), "assert_matches(dtypes=('fp16',)): unknown dtype 'fp1"),
         (lambda: M(cross_entropy, "nll", GIVEN, layouts="singel"), "can't read 'singel'; expected 'single'"),
         (lambda: M(cross_entropy, "nll", GIVEN, properties="agrement"), "did you mean 'agreement'?"),
-        (lambda: lossgate.verify(cross_entropy), "what its parameters are: lossgate.verify(fn, 'nll', {'logits'"),  # pyright: ignore[reportArgumentType, reportCallIssue]
+        (lambda: lossgate.verify(cross_entropy), "what its parameters are: lossgate.verify(fn, 'nll', {'logits'"),
     ],
 )
 def test_slips_are_refused(call: Callable[[], Any], message: str) -> None:
@@ -292,7 +292,7 @@ def test_slips_are_refused(call: Callable[[], Any], message: str) -> None:
     assert message in str(error.value)
 
 
-BF16 = {torch.bfloat16: lossgate.Precision(logits=torch.bfloat16)}  # pyright: ignore[reportArgumentType]
+BF16 = {torch.bfloat16: lossgate.Precision(logits=torch.bfloat16)}
 
 
 @lossgate.candidate("nll", head="logits", dtypes=(torch.bfloat16,), precision=BF16)
@@ -304,7 +304,7 @@ def test_a_candidate_is_no_plain_function() -> None:
     with pytest.raises(UsageError, match=r"it is a candidate already; write lossgate.verify\(it\).check\(\)"):
         lossgate.assert_matches(declared, "nll", GIVEN)
     with pytest.raises(UsageError, match=r"verify\(rows=True\): that is said of a plain function alone; remove it"):
-        lossgate.verify(declared, rows=True)  # pyright: ignore[reportCallIssue]
+        lossgate.verify(declared, rows=True)
 
 
 def test_dtypes_of_torch_and_single_layouts_are_names() -> None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which versions of torch lossgate works with, and what is said of others."""
 
+import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,10 +20,11 @@ from torch.distributed import distributed_c10d
 
 import lossgate
 from lossgate import TESTED_TORCH, Layout
-from lossgate.base.errors import UsageError
+from lossgate.base.errors import CandidateError, UsageError
 from lossgate.engine.cell import Cell
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
+from lossgate.worlds.processes.server import _raised
 from lossgate.worlds.torch_versions import check_torch
 
 ROOT = Path(__file__).parents[2]
@@ -60,14 +63,40 @@ def calls_a_collective(inputs: Any, options: Any, mesh: Any) -> torch.Tensor:
     return inputs.logits.sum()
 
 
+def asks_for_what_is_not_there() -> Any:
+    """Returns a function of lossgate that asks torch for a name that it lacks."""
+    made: dict[str, Any] = {"c10d": distributed_c10d}
+    exec(compile("def lacks(*_, **__): c10d._not_there", str(ROOT / "harness/lossgate/made.py"), "exec"), made)
+    return made["lacks"]
+
+
 @pytest.mark.parametrize("where", ["simulated_world.register", "group.SimulatedGroup.allreduce"])
 def test_a_name_that_torch_lacks_is_no_fault_of_a_kernel(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither before the kernel is called, nor where it calls a collective."""
-    made = {"c10d": distributed_c10d}
-    exec(compile("def lacks(*_, **__): c10d._not_there", str(ROOT / "harness/lossgate/made.py"), "exec"), made)
-    monkeypatch.setattr(f"lossgate.worlds.simulated.{where}", made["lacks"])
+    monkeypatch.setattr(f"lossgate.worlds.simulated.{where}", asks_for_what_is_not_there())
     with pytest.raises(AttributeError, match="has no attribute '_not_there'"):
         run_cell(Cell(calls_a_collective, Layout(cp=2), "float32"), Settings(examples=1, rounds=1))
+
+
+def tells_of_the_candidate(body: Callable[[], object]) -> None:
+    """Tells every error as one of the candidate, as a call of a kernel does."""
+    try:
+        body()
+    except (AttributeError, ValueError) as error:
+        raise CandidateError(f"candidate 'k' raised {type(error).__name__}") from error
+
+
+@pytest.mark.parametrize(
+    ("body", "sent"),
+    [(asks_for_what_is_not_there(), AttributeError), (lambda: int("one"), CandidateError)],
+    ids=["ours", "the candidate's"],
+)
+def test_a_rank_of_processes_sends_our_fault_as_ours(body: Callable[[], object], sent: type[Exception]) -> None:
+    with pytest.raises(CandidateError) as told:
+        tells_of_the_candidate(body)
+    error = _raised(told.value).error
+    assert error is not None
+    assert type(pickle.loads(error)) is sent
 
 
 def test_threads_of_ranks_that_have_ended_do_no_harm_to_fake_tensors() -> None:

@@ -29,9 +29,7 @@ def findings(*names: str, run: bool = False) -> int:
             if run and here is not None:
                 seen = finding.run()
                 there |= seen.there is True
-                said += {True: ", it is there", False: ", it is not there", None: f", unknown: {seen.output}"}[
-                    seen.there
-                ]
+                said += f", {seen.in_words}" + (f": {seen.output}" if seen.there is None else "")
             print(f"{finding.name:{widest}}  {finding.severity}  {finding.sentence}", flush=True)
             versions = f"{finding.of.package} {', '.join(finding.versions)}"
             print(f"{'':{widest}}  {versions}; {said}", flush=True)

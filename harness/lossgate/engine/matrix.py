@@ -57,9 +57,8 @@ def _layouts_in(candidate: Candidate, settings: Settings, dtype: str, dtypes: Se
         most_split = max(chosen, key=lambda layout: len(layout.axes))
         chosen = list(dict.fromkeys((Layout(), most_split)))
     rest = [layout for layout in possible if layout not in chosen]
-    if (
-        rest and settings.matrix != "least"
-    ):  # candidates differ in this layout, so that many candidates see many layouts
+    # Candidates differ in this layout, so that many candidates see many layouts.
+    if rest and settings.matrix != "least":
         chosen.append(rest[crc32(f"{candidate.name} {dtype} {settings.seed}".encode()) % len(rest)])
     return sorted(chosen, key=_size)
 

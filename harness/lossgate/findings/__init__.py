@@ -115,25 +115,43 @@ class Seen:
     output: str
     """What the script printed, or why it could not tell."""
 
+    @property
+    def in_words(self) -> str:
+        if self.there is None:
+            return "the script could not tell"
+        return "it is there" if self.there else "it is not there"
 
-def _found(name: str, severity: Severity, shown_by: str, entry_points: str = "", **more: object) -> Finding:
-    library = {"cce": "cut_cross_entropy"}.get(name.partition("-")[0], name.partition("-")[0])
-    given: dict[str, object] = {"versions": LIBRARIES[library].known} | more
-    entries = tuple(f"{library}.{entry}" for entry in entry_points.split())
+
+def _found(
+    name: str,
+    severity: Severity,
+    shown_by: str,
+    entry_points: str = "",
+    *,
+    versions: tuple[str, ...] = (),
+    upstream: str = "",
+    needs_stand_ins: bool = False,
+) -> Finding:
+    """Returns a finding whose name begins with that of its library. By default the versions are
+    those with which the adapter was tried.
+    """
+    library = name.partition("-")[0].replace("cce", "cut_cross_entropy")
     return Finding(
         name=name,
         library=library,
         severity=severity,
         shown_by=shown_by,
-        entry_points=entries,
-        **given,  # type: ignore[arg-type]
+        entry_points=tuple(f"{library}.{entry}" for entry in entry_points.split()),
+        versions=versions or LIBRARIES[library].known,
+        upstream=upstream,
+        needs_stand_ins=needs_stand_ins,
     )
 
 
 _WRONG, _NAN, _CRASH, _CONVENTION = Severity
 _KL = "forward_kl reverse_kl chunked_forward_kl"
 _SINCE_2_13 = ("2.13.0", "2.14.1")
-_MEGATRON_1594 = "https://github.com/NVIDIA/Megatron-LM/pull/1594"
+_MEGATRON = "https://github.com/NVIDIA/Megatron-LM/pull/"
 
 FINDINGS = {
     finding.name: finding
@@ -149,22 +167,22 @@ FINDINGS = {
         _found("liger-linear-second-backward", _WRONG, "second-backward", "fused_linear_cross_entropy"),
         _found("liger-writes-logits", _CONVENTION, "inputs-kept"),
         _found("liger-dpo-nothing-chosen", _NAN, "agreement", "chunked_dpo"),
-        _found("deepspeed-upstream", _WRONG, "upstream-scaled", "tiled_sum"),
+        _found("deepspeed-upstream", _WRONG, "agreement", "tiled_sum"),
         _found("deepspeed-empty-tile", _CONVENTION, "agreement", "tiled_mean"),
         _found("megatron-fused-bfloat16", _WRONG, "agreement", "fused_vocab_parallel_cross_entropy"),
         _found(
             "megatron-smoothing-underflow",
             _NAN,
-            "extreme-logits",
+            "agreement",
             "smoothed_cross_entropy",
-            upstream="https://github.com/NVIDIA/Megatron-LM/pull/7466",
+            upstream=f"{_MEGATRON}7466",
         ),
         _found(
             "megatron-writes-logits",
             _CONVENTION,
             "inputs-kept",
             "vocab_parallel_cross_entropy",
-            upstream=_MEGATRON_1594,
+            upstream=f"{_MEGATRON}1594",
         ),
         _found("verl-no-rows", _CONVENTION, "microbatches", needs_stand_ins=True),
         _found("verl-nothing-trained", _CONVENTION, "nothing-trained", "vanilla", needs_stand_ins=True),
@@ -193,12 +211,11 @@ def find(name: str) -> Finding:
 
 def show(finding: Finding, seen: Seen) -> str:
     """Returns what is wrong, what was seen here, how to judge it, and the script, for people."""
-    verdict = {True: "it is there", False: "it is not there", None: "the script could not tell"}[seen.there]
     known = f"{finding.severity}; found in {finding.of.package} {', '.join(finding.versions)}"
     lines = [
         f"{finding.name}: {finding.sentence}",
         f"  {known}; mended in {finding.mended_in}" if finding.mended_in else f"  {known}",
-        f"  here, with {finding.of.package} {finding.of.installed}: {verdict}",
+        f"  here, with {finding.of.package} {finding.of.installed}: {seen.in_words}",
         *(f"    {line}" for line in seen.output.splitlines()),
     ]
     if finding.upstream:

@@ -174,6 +174,24 @@ def test_without_a_problem_that_shows_it_the_verdict_is_inconclusive(how: str) -
     assert (result.verdict, result.reasons) == (Verdict.INCONCLUSIVE, (GAP,))
 
 
+def test_a_mistake_that_need_not_be_shown_keeps_no_verdict_back() -> None:
+    held_to = with_mistake(can_show=lambda case: False)
+    (own,) = held_to.mistakes(right)
+    held_to = replace(held_to, mistakes=lambda candidate: (replace(own, needed=False),))
+    assert in_cell(right, held_to).verdict is Verdict.AGREE
+
+
+def test_a_metric_that_is_not_returned_is_not_asked_for() -> None:
+    """A case in which it were asked would count it as shown."""
+    metric = dense_candidate(find_spec("nll"), "logits").spec.output("entropy")
+    asked = list[Case]()
+    own = OwnMistake(
+        sentence="entropy is lost", matters=lambda case: True, shows=lambda case: not asked.append(case), metric=metric
+    )
+    assert in_cell(right, replace(NOTHING_TRAINED, mistakes=lambda candidate: (own,))).verdict is Verdict.AGREE
+    assert asked == []
+
+
 def test_a_mistake_that_never_matters_is_none() -> None:
     assert in_cell(right, with_mistake(matters=lambda case: False)).verdict is Verdict.AGREE
 

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``benchmarks/conformance.py`` writes what findings and evidence say, below what people wrote."""
+
+from pathlib import Path
+
+import conformance
+import pytest
+
+from lossgate.findings import FINDINGS
+from property_tests.meta import made_evidence
+
+
+def row(page: str, start: str) -> list[str]:
+    (found,) = [line for line in page.splitlines() if line.startswith(f"| `{start}` |")]
+    return [cell.strip() for cell in found.strip("|").split("|")]
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> str:
+    """The page with three made verdicts of Liger."""
+    cells = [
+        made_evidence.cell(candidate="liger.jsd", conventions={"counts='own'": "it divides by its own counts"}),
+        made_evidence.breaking("strided-inputs", candidate="liger.cross_entropy"),
+        made_evidence.disagreeing(candidate="liger.chunked_dpo"),
+        made_evidence.disagreeing(candidate="liger.triton_grpo"),
+    ]
+    return conformance.page_of([made_evidence.write(tmp_path / "made.jsonl", made_evidence.whole_run(cells))])
+
+
+def test_a_row_has_the_verdict_and_what_readers_must_know(page: str) -> None:
+    assert row(page, "liger.jsd")[3:5] == ["agrees", "`counts='own'`"]
+    assert row(page, "liger.cross_entropy")[3:5] == ["numbers agree", "not kept: strided-inputs; see `liger-stride`"]
+    assert row(page, "liger.chunked_dpo")[3] == "**NaN**"
+    assert row(page, "liger.triton_grpo")[3] == "**numbers disagree**"
+
+
+def test_every_finding_has_a_row_the_worst_first(page: str) -> None:
+    assert row(page, "liger-stride")[1:] == [
+        FINDINGS["liger-stride"].sentence,
+        "wrong number",
+        "liger-kernel 0.8.5",
+        "strided-inputs",
+    ]
+    severities = [row(page, name)[2] for name in sorted(FINDINGS, key=lambda name: page.index(f"| `{name}` |"))]
+    assert severities == sorted(severities, key=["wrong number", "NaN", "crash", "convention"].index)
+
+
+def test_what_people_wrote_stays_and_the_page_has_all_findings(page: str) -> None:
+    written = conformance.PAGE.read_text()
+    above, _, findings = written.partition("## Verdicts")[0].partition("## Findings")
+    assert page.startswith(above)
+    assert findings == page.partition("## Verdicts")[0].partition("## Findings")[2]
+
+
+def test_check_tells_a_page_of_other_evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evidence = made_evidence.write(
+        tmp_path / "made.jsonl", made_evidence.whole_run([made_evidence.cell(candidate="liger.jsd")])
+    )
+    copy = tmp_path / "conformance.md"
+    copy.write_text(conformance.PAGE.read_text())
+    monkeypatch.setattr(conformance, "PAGE", copy)
+    monkeypatch.setattr("sys.argv", ["conformance.py", str(evidence), "--check"])
+    assert conformance.main() == 1
+    monkeypatch.setattr("sys.argv", ["conformance.py", str(evidence)])
+    assert conformance.main() == 0
+    monkeypatch.setattr("sys.argv", ["conformance.py", str(evidence), "--check"])
+    assert conformance.main() == 0
