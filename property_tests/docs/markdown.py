@@ -410,7 +410,9 @@ def _run(command: str, folder: Path, *, warm: bool = True) -> subprocess.Complet
     if bash is None:
         raise PageError("bash is not installed; the commands of the pages need it")
     places = [*([warm_commands()] if warm else []), Path(sys.executable).parent]
-    environment = os.environ | {
+    # What a reader sees in a terminal: in CI, pytest cuts no line of its summary.
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "BUILD_NUMBER")}
+    environment |= {
         "PATH": os.pathsep.join([*map(str, places), os.environ.get("PATH", "")]),
         "PYTHONWARNINGS": "ignore",
         "COLUMNS": "180",  # no line of help is wrapped within a flag
