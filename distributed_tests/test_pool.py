@@ -108,6 +108,7 @@ def test_one_that_gets_no_processor_for_a_while_survives_too(gloo: World) -> Non
     pids = gloo.run(pid)
 
     def raises(context: RankContext) -> None:
+        dist.barrier()  # all have told that they met; otherwise they would be asked to meet again
         if context.rank == 1:
             os.kill(pids[2], signal.SIGSTOP)
             # Not by a timer of the test: on a busy machine the rank went on before it was stopped.
@@ -117,6 +118,31 @@ def test_one_that_gets_no_processor_for_a_while_survives_too(gloo: World) -> Non
 
     with pytest.raises(RankRaised):
         gloo.run(raises)
+    assert gloo.run(pid) == pids
+
+
+def test_after_a_failure_no_thread_of_gloo_goes_on(gloo: World) -> None:
+    """A message whose buffer was gone kept a thread of an idle rank busy until the next task."""
+    pids = gloo.run(pid)
+
+    def threads_of_groups() -> int:
+        return sum(
+            name.read_text().startswith("pt_gloo") for one in pids for name in Path(f"/proc/{one}/task").glob("*/comm")
+        )
+
+    assert threads_of_groups()
+
+    def raises(context: RankContext) -> None:
+        if context.rank == 1:
+            raise ValueError
+        dist.barrier()
+
+    with pytest.raises(RankRaised):
+        gloo.run(raises)
+    deadline = time.monotonic() + 10.0
+    while threads_of_groups() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not threads_of_groups()
     assert gloo.run(pid) == pids
 
 

@@ -100,6 +100,7 @@ class RankGroups:
     def discard(self) -> None:
         """Forgets all groups, also those that tasks made."""
         self._meshes.clear()
+        self._meeting = ""
         if dist.is_initialized():
             dist.destroy_process_group()
         # Torch counts the groups of a process, also those that could not be made. The numbers are

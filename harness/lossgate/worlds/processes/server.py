@@ -106,6 +106,9 @@ def serve(
         tell(outcome)
         if not isinstance(outcome, Returned):
             watcher.cut_connections()  # the others may wait for this rank
+            # A failed collective can leave gloo with a message whose buffer is gone. Its thread
+            # then polls that connection without a pause until the group is destroyed.
+            groups.discard()
 
 
 def _tell(work: Connection, number: int, news: News) -> None:
