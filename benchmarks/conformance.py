@@ -49,8 +49,8 @@ def _versions(versions: Mapping[str, str]) -> str:
 def _findings() -> Iterator[str]:
     yield "## Findings"
     yield ""
-    yield "| `lossgate findings ...` | what is wrong | | found in | shown by |"
-    yield "|---|---|---|---|---|"
+    yield "| `lossgate findings ...` | what is wrong | | found in | where | shown by |"
+    yield "|---|---|---|---|---|---|"
     for severity in Severity:
         for finding in FINDINGS.values():
             if finding.severity is severity:
@@ -58,7 +58,9 @@ def _findings() -> Iterator[str]:
                 version += f", mended in {finding.mended_in}" if finding.mended_in else ""
                 version += f"; [known there]({finding.upstream})" if finding.upstream else ""
                 name = f"`{finding.name}`"
-                yield f"| {name} | {finding.sentence} | {severity} | {version} | {finding.shown_by} |"
+                where = finding.cause.partition(": ")[0]
+                row = name, finding.sentence, severity, version, f"`{where}`", finding.shown_by
+                yield f"| {' | '.join(row)} |"
 
 
 def _verdicts(cells: dict[str, list[CellRecord]], made_with: str) -> Iterator[str]:

@@ -34,7 +34,7 @@ def _over_cp(name: str, context: RankContext) -> int:
     return compilations(name, None, Ranks({}, {"cp_group": context.mesh.get_group("tp")}))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*OVER_TP, *OVER_CP])
 def test_kernels_over_ranks_compile_in_one_graph_and_at_most_twice(name: str) -> None:
     world = make_world("gloo", Layout(tp=2), timeout=120.0)

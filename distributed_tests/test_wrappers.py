@@ -152,6 +152,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.slow
 def test_planted_bugs_are_seen(world: World) -> None:
     for bug, wrapper, head, expected in BUGS:
         cell = Cell(wrapper, head, bug)

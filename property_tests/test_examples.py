@@ -50,6 +50,7 @@ def run(tiny: Any) -> Run:
     return Run(tiny)
 
 
+@pytest.mark.slow
 def test_training_on_fused_losses_follows_training_on_dense_ones(run: Run) -> None:
     comparisons = run.comparisons()
     assert [comparison.layout for comparison in comparisons] == ["single", "dp=2,tp=2", "cp=2,tp=2"]

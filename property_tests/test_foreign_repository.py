@@ -153,6 +153,7 @@ def in_clean(environment: Path, folder: Path, *command: str) -> subprocess.Compl
     )
 
 
+@pytest.mark.slow
 def test_without_extras_the_command_works_and_names_the_extra_that_it_lacks(bare: Path, tmp_path: Path) -> None:
     done = in_clean(bare, tmp_path, "lossgate", "verify", "lossgate.tour:chunked", "--layout", "single", "--dtype",
                     "float32", "--property", "agreement", "--evidence", "evidence.jsonl")  # fmt: skip

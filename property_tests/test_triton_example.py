@@ -97,6 +97,7 @@ def test_the_interpreter_must_be_chosen_before_triton_is_imported() -> None:
     assert "Cannot call @triton.jit'd outside of the scope of a kernel" in done.stdout
 
 
+@pytest.mark.slow
 def test_where_the_interpreter_differs_from_a_gpu() -> None:
     done = python(str(Path(__file__).with_name("triton_interpreter.py")))
     assert done.returncode == 0, done.stderr

@@ -47,6 +47,7 @@ def test_known_failures_states_no_other_percentages(measured: list[Figure]) -> N
         assert re.findall(r"[\d.]+%", text) == [], heading
 
 
+@pytest.mark.slow
 def test_the_weights_gradient_does_not_depend_on_the_chunk() -> None:
     printed = io.StringIO()
     fused.accuracy(Console(file=printed, width=160))

@@ -30,9 +30,7 @@ from property_tests.kernels.loss_inputs import GSPO, TRUNCATED, experience, pack
 from property_tests.kernels.losses_with_metrics import LOSSES, Batch
 from property_tests.kernels.our_candidates import OURS
 
-test_dpo_agrees = pytest.mark.slow(but=1)(
-    lossgate.suite(OURS["fused_linear_dpo"], layouts=["dp=2,cp=2,tp=2"], examples=12)
-)
+test_dpo_agrees = pytest.mark.slow(lossgate.suite(OURS["fused_linear_dpo"], layouts=["dp=2,cp=2,tp=2"], examples=12))
 test_clipped_pg_agrees = pytest.mark.slow(
     lossgate.suite(OURS["fused_linear_clipped_pg"], layouts=["dp=2,cp=2,tp=2"], examples=12)
 )

@@ -24,9 +24,7 @@ MakeWorld = Callable[..., SimulatedWorld]
 
 
 # ``ci/gate`` verifies it on up to two ranks, in every dtype.
-test_sft_agrees = pytest.mark.slow(but=1)(
-    lossgate.suite(OURS["fused_linear_sft"], layouts=["dp=2,cp=2,tp=2"], examples=12)
-)
+test_sft_agrees = pytest.mark.slow(lossgate.suite(OURS["fused_linear_sft"], layouts=["dp=2,cp=2,tp=2"], examples=12))
 
 VOCAB, WIDTH = 9, 4
 

@@ -161,6 +161,7 @@ print(on_the_device(lambda x: (x * 2).sum().item()))
 """
 
 
+@pytest.mark.slow
 def test_the_compiler_is_loaded_if_something_of_it_is_used() -> None:
     """It takes longer to load than most cells take."""
     done = subprocess.run([sys.executable, "-c", COMPILER], capture_output=True, text=True, check=True)

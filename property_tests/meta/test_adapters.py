@@ -117,6 +117,7 @@ def test_packages_do_without_what_no_loss_needs(tmp_path: Path, monkeypatch: pyt
     assert "no_cluster" not in sys.modules
 
 
+@pytest.mark.slow
 def test_the_others_that_are_named_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CHECKOUTS, raising=False)
     one = (

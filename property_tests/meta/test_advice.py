@@ -152,6 +152,7 @@ def test_an_output_that_is_always_zero_needs_another_choice() -> None:
     assert to_compare(19) == "raise --examples to 20"
 
 
+@pytest.mark.slow
 def test_rounds_draw_what_reaches_a_goal() -> None:
     kernel = dense_candidate(SPECS["nll"], "logits")
     one, four = (

@@ -148,7 +148,7 @@ CAUSES = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", CAUSES)
 def test_the_last_line_of_pytest_has_the_cause(framework: str, tmp_path: Path) -> None:
     text, causes = CAUSES[framework]
@@ -218,6 +218,7 @@ def test_the_message_is_in_words_of_the_function() -> None:
     assert problem.inputs().logits.shape == (problem.problem.tokens, problem.problem.vocab)
 
 
+@pytest.mark.slow
 def test_verify_takes_the_same() -> None:
     found = lossgate.verify(cross_entropy, "nll", GIVEN, ranks=2)
     assert [str(result.cell.layout) for result in found.results] == ["single", "dp=2"]

@@ -60,6 +60,7 @@ def test_mistakes_of_ranks_need_a_layout_with_ranks(tmp_path: Path) -> None:
     assert (both.cells, split.cells) == (2, 1)
 
 
+@pytest.mark.slow
 def test_a_mistake_in_an_option_needs_a_kernel_that_supports_it(tmp_path: Path) -> None:
     other = "epsilon as 0.0"
     assert other not in audited(tmp_path, "dp=2,cp=2").seen

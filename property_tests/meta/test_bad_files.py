@@ -266,6 +266,7 @@ def test_an_import_that_takes_long_is_named(folder: Path, lossgate: Lossgate, mo
     assert "slow.py: no candidate in it" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_layout_or_dtype_that_a_candidate_cannot_do_is_reported(folder: Path, lossgate: Lossgate) -> None:
     named = ("--layout=single", "--layout=tp=2", "--layout=single", "--dtype=float32", "--dtype=float16")
     done = lossgate("verify", "kernels.py:right", *named)
@@ -280,6 +281,7 @@ def test_a_layout_or_dtype_that_a_candidate_cannot_do_is_reported(folder: Path, 
     assert "nothing to verify; it has no axes" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_layout_or_dtype_that_a_known_failure_is_not_frozen_on_is_reported(folder: Path, lossgate: Lossgate) -> None:
     """Its one cell is judged, whatever the run names."""
     assert lossgate("verify", "kernels.py:wrong", "--layout=cp=2", "--dtype=float32").returncode == 1

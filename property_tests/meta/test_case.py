@@ -240,6 +240,7 @@ world.close()
 """
 
 
+@pytest.mark.slow
 def test_a_task_gives_the_same_in_a_fresh_process(task: RankTask, make_world: MakeWorld, tmp_path: Path) -> None:
     """The process knows neither the candidate nor lossgate before it loads the task."""
     given, returned = tmp_path / "task.pickle", tmp_path / "returned.pickle"

@@ -103,6 +103,7 @@ def test_few_problems_never_agree(agreed: CellResult) -> None:
         assert result.verdict is Verdict.INCONCLUSIVE or not few
 
 
+@pytest.mark.slow
 def test_no_more_rounds_are_tried_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A goal that no problem reaches asks for more in every round."""
     monkeypatch.setattr(search, "choose", only_one)
@@ -188,6 +189,7 @@ def test_a_bias_of_the_pooled_scale_disagrees(agreed: CellResult) -> None:
 # The plan and the run
 
 
+@pytest.mark.slow
 def test_a_run_reports_its_start_each_cell_and_its_end() -> None:
     events = list(run([RIGHT], Settings(layouts=("single", "tp=2"), dtypes=("bfloat16",), examples=2, rounds=1)))
     kinds = [RunStarted, CellStarted, CellFinished, CellStarted, CellFinished, RunFinished]
@@ -218,6 +220,7 @@ KNOWN_FAILURES = Path(__file__).parents[2] / "ci/candidates/known_failures"
 TORCH_2 = KnownFailure(name="torch-2", example=KNOWN_FAILURES / "torch-2-chunked-loss.json")
 
 
+@pytest.mark.slow
 def test_a_known_failure_that_still_disagrees_is_expected() -> None:
     (known,) = load_candidates(f"{KNOWN_FAILURES.parent}/pytorch.py:torch_loss_parallel_uneven")
     (cell,) = plan([known], Settings())

@@ -86,6 +86,7 @@ def test_what_is_drawn_for_a_property_hangs_on_all_code(monkeypatch: pytest.Monk
     assert given == {"show a mistake float32 sums": "all"}
 
 
+@pytest.mark.slow
 def test_a_choice_of_another_deck_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that came along, and one that was drawn on another machine, may differ."""
     chosen = choice.choice_of(RIGHT, Deck(RIGHT, "float32", 0), "float32")
@@ -101,6 +102,7 @@ def verified(candidate: Candidate, layout: str = "dp=2") -> CellResult:
     return run_cell(Cell(candidate, Layout.parse(layout), "float32"), Settings(examples=3))
 
 
+@pytest.mark.slow
 def test_a_cell_is_the_same_with_what_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = verified(RIGHT)
     decks._DECKS.clear()
@@ -113,6 +115,7 @@ def test_a_cell_is_the_same_with_what_was_kept(monkeypatch: pytest.MonkeyPatch) 
     assert drawn.record.mistakes_shown > 100
 
 
+@pytest.mark.slow
 def test_a_failure_is_made_small_with_a_deck_that_was_kept() -> None:
     smallest = list[object]()
     for _ in range(2):
@@ -130,6 +133,7 @@ def _wrong() -> Candidate:
     return replace(RIGHT, name="twice", kernel=twice)
 
 
+@pytest.mark.slow
 def test_all_cells_of_a_declaration_have_one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     first = verified(RIGHT)
     monkeypatch.setattr(choice, "_choose", refuse)
@@ -190,6 +194,7 @@ def test_all_axes_have_one_choice_unless_a_mistake_of_another_axis_survives(monk
         assert asked == ["dp=2,cp=2,tp=2", *(["dp=2", "dp=2,cp=2"] if survives else [])]
 
 
+@pytest.mark.slow
 def test_mistakes_are_asked_again_where_a_problem_that_shows_them_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = choice.choice_of(RIGHT, Deck(RIGHT, "float32", 0), "float32")
     unfit, names = next(iter(chosen.problems.items()))

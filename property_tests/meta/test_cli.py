@@ -24,6 +24,7 @@ from property_tests.meta.evidence_lines import cells_in
 from property_tests.meta.made_results import made_result
 
 
+@pytest.mark.slow
 def test_agree(folder: Path, lossgate: Lossgate) -> None:
     done = lossgate("verify", "kernels.py:right", "--layout", "single", "--layout", "dp=2", "--evidence", "out.jsonl")
     assert (done.returncode, done.stderr) == (0, "")

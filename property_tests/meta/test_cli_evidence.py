@@ -29,6 +29,7 @@ def test_a_run_is_written_from_its_start_to_its_end(folder: Path, lossgate: Loss
     assert (end.cells, end.stopped) == (1, "")
 
 
+@pytest.mark.slow
 def test_runs_add_to_a_file(folder: Path, lossgate: Lossgate) -> None:
     for _ in range(2):
         lossgate("verify", "kernels.py:right", *FEW, "--evidence", "out.jsonl")

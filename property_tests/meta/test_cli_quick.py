@@ -30,6 +30,7 @@ CELL = Cell(dense_candidate(SPECS["nll"], "logprobs"), Layout(), "float32")
 (HOOK,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
 
 
+@pytest.mark.slow
 def test_the_file_has_what_mends_a_kernel(folder: Path, lossgate: Lossgate) -> None:
     done = lossgate("verify", "kernels.py", "--only", "right", "--only", "wrong", *FEW, "--json", "verdict.json")
     found = json.loads((folder / "verdict.json").read_text())

@@ -68,6 +68,7 @@ def test_conclusions(which: str) -> None:
     assert cell.verdict is (Verdict.AGREE if which == "right" else Verdict.DISAGREE)
 
 
+@pytest.mark.slow
 def test_a_bug_is_reported_with_a_small_problem_and_both_comparisons() -> None:
     found = lossgate.compare(buggy(FUSED, "loss x1.01"), ONLINE, **HERE)
     with pytest.raises(AssertionError) as raised:

@@ -227,6 +227,7 @@ def verified(candidate: Candidate, layouts: Sequence[Layout]) -> dict[Layout, Ce
     return {layout: run_cell(Cell(candidate, layout, "float32"), settings) for layout in layouts}
 
 
+@pytest.mark.slow
 def test_the_order_of_cells_changes_nothing() -> None:
     layouts = [Layout(), Layout(dp=2), Layout(cp=2)]
     forth, back = verified(SMALL, layouts), verified(SMALL, layouts[::-1])

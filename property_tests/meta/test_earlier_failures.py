@@ -118,6 +118,7 @@ def test_numbers_of_an_earlier_run_count_although_a_promise_is_broken_now(
 KEPT = "on the failure file of an earlier run; the {} problems of this run showed nothing wrong"
 
 
+@pytest.mark.slow
 def test_problems_of_an_earlier_run_that_disagree_only_when_pooled(verify: Verify, tmp_path: Path) -> None:
     failed = verify("biased", "bfloat16", examples=30)
     assert (failed.verdict, failed.failure) == (Verdict.DISAGREE, None)

@@ -266,7 +266,7 @@ def test_goals_that_are_out_of_reach_are_not_asked_for() -> None:
 # Verdicts
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["single", "dp=4"])
 def test_a_kernel_that_needs_what_it_says_agrees(layout: str) -> None:
     def strict(inputs: Any, options: Any, mesh: Any) -> Tensor:
@@ -317,6 +317,7 @@ def test_who_excludes_too_much_is_inconclusive() -> None:
     assert "loss_fn=dapo as cispo" in found.reasons[0]
 
 
+@pytest.mark.slow
 def test_options_that_only_excluded_problems_tell_apart_are_not_verified() -> None:
     """If the reference policy is always the policy, every penalty is 0, whatever its weight."""
     equal = Excluded("near", "far", because="so")

@@ -31,7 +31,8 @@ class Written(Finding):
 
 
 def written(folder: Path, code: str) -> Finding:
-    (folder / "script.py").write_text(f'# licence\n"""A sentence."""\n\n{code}\n')
+    cause = "Cause: torch/nn/functional.py\n    no such line"
+    (folder / "script.py").write_text(f'# licence\n"""A sentence.\n\n{cause}\n\nA reason.\n"""\n\n{code}\n')
     given = {"severity": Severity.NAN, "shown_by": "agreement", "entry_points": (), "versions": ("2.13.0",)}
     return Written(name="torch-own", library="torch", folder=folder, **given)  # type: ignore[arg-type]
 
@@ -43,6 +44,7 @@ def test_each_has_a_script_a_property_and_entry_points_that_there_are() -> None:
     for name, finding in FINDINGS.items():
         assert finding.name == name
         assert finding.sentence.endswith(".")
+        assert finding.why.endswith(".")
         assert "lossgate" not in finding.code
         assert finding.shown_by in PROPERTIES
         assert finding.library in LIBRARIES
@@ -50,7 +52,20 @@ def test_each_has_a_script_a_property_and_entry_points_that_there_are() -> None:
         assert finding.versions
 
 
-@pytest.mark.slow(but=4)
+def test_the_line_that_does_it_is_in_the_pinned_version() -> None:
+    for finding in FINDINGS.values():
+        if str(finding.of.installed).partition("+")[0] == finding.versions[-1] or finding.library == "torch":
+            assert re.match(r"\w[\w/]+\.py:\d+: ", finding.cause), finding.cause
+
+
+def test_a_line_that_another_version_has_not_is_told_without_a_number(tmp_path: Path) -> None:
+    finding = written(tmp_path, "raise SystemExit(1)")
+    assert finding.cause == "torch/nn/functional.py: no such line"
+    assert "  the cause: torch/nn/functional.py: no such line\n    A reason.\n" in show(finding, finding.run())
+    assert replace(finding, library="slime").cause == "torch/nn/functional.py: no such line"
+
+
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("finding", FINDINGS.values(), ids=FINDINGS)
 def test_a_script_shows_it_in_the_pinned_version(finding: Finding) -> None:
     installed = str(finding.of.installed).partition("+")[0]

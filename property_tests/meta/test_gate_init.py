@@ -136,6 +136,7 @@ KEYS = st.builds(
 
 @given(st.lists(KEYS, min_size=1, max_size=12, unique=True), st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@pytest.mark.slow
 def test_the_first_policy_asks_for_exactly_the_cells_of_the_evidence(
     tmp_path: Path, keys: list[CellKey], data: st.DataObject
 ) -> None:

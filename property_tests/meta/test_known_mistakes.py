@@ -36,6 +36,7 @@ def verified(candidate: Candidate, seed: int = 0, rounds: int = 4) -> CellResult
     return run_cell(Cell(candidate, Layout(), "float32"), Settings(seed=seed, rounds=rounds))
 
 
+@pytest.mark.slow
 def test_a_right_kernel_is_tried_on_problems_that_show_them() -> None:
     result = verified(RIGHT)
     assert result.verdict is Verdict.AGREE

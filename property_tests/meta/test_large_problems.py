@@ -80,6 +80,7 @@ def test_what_small_problems_show_is_small() -> None:
     assert failure.problem.tokens < 100
 
 
+@pytest.mark.slow
 def test_what_a_large_vocabulary_shows_keeps_its_logits() -> None:
     """With smaller ones a right product in float32 loses thousands of tiny probabilities."""
     failure = verified(LARGE_BUGS["labels through float16"].put_into(make(FUSED)), shrink_calls=60).failure

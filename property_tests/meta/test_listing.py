@@ -331,6 +331,7 @@ def kernel(inputs: lossgate.inputs.NllHidden, options: lossgate.options.NllOptio
 """
 
 
+@pytest.mark.slow
 def test_a_type_checker_knows_the_inputs(tmp_path: Path) -> None:
     (tmp_path / "kernel.py").write_text(TYPED)
     done = subprocess.run(

@@ -64,6 +64,7 @@ def test_options_that_a_kernel_does_not_name_are_left_out() -> None:
     assert verified(supporting()).record.not_distinguished == ()
 
 
+@pytest.mark.slow
 def test_choices_that_give_the_same_are_named() -> None:
     """Without a KL penalty its kind makes no difference."""
     no_penalty = supporting("clipped_pg", reference_policy_kl_penalty=0.0, reference_policy_kl_type=("k1", "k2", "k3"))

@@ -54,6 +54,7 @@ def test_numbers_that_are_too_near_have_no_mutant() -> None:
     assert "epsilon=1e-08" not in " ".join(mutants("nll", epsilon=ANY))
 
 
+@pytest.mark.slow
 def test_surviving_mutants_are_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "choose", lambda placed, *_: placed[:2])
     cell = Cell(dense_candidate(SPECS["clipped_pg"], "logprobs"), Layout(), "float32")
@@ -73,6 +74,7 @@ def test_a_mutant_that_no_valid_options_have_need_not_be_killed() -> None:
     assert "ratio_clip_c=3.0 computed as None, seen in its value" not in found.equivalent
 
 
+@pytest.mark.slow
 def test_a_choice_that_no_valid_options_have_must_be_shown() -> None:
     """The candidate says that it supports it, and nothing can show that."""
     supports = {"ratio_clip_c": (None, 3.0), "use_cispo": True}

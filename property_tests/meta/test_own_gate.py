@@ -80,6 +80,7 @@ def test_good_evidence_opens_it(tmp_path: Path, lines: list[bytes]) -> None:
     assert gated(tmp_path, lines).passes
 
 
+@pytest.mark.slow
 def test_each_cell_is_missed(tmp_path: Path, lines: list[bytes]) -> None:
     for number, key in enumerate(KEYS, 1):
         verdict = gated(tmp_path, [line for i, line in enumerate(lines) if i != number])

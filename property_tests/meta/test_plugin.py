@@ -51,7 +51,7 @@ def user(pytester: pytest.Pytester) -> pytest.Pytester:
     return pytester
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
 def test_items_evidence_and_failures(
     user: pytest.Pytester, workers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -122,6 +122,7 @@ def test_an_inconclusive_item_fails(user: pytest.Pytester) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_known_failure_passes(pytester: pytest.Pytester) -> None:
     source = f"{Path(__file__).parents[2]}/ci/candidates/pytorch.py:torch_loss_parallel_uneven"
     pytester.makepyfile(
@@ -152,6 +153,7 @@ def test_evidence_that_cannot_be_written_ends_the_run_before_the_work(user: pyte
     assert "wrong" not in result.stdout.str()
 
 
+@pytest.mark.slow
 def test_evidence_that_is_lost_on_the_way_is_no_success(user: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise EvidenceError("the disk is full")

@@ -67,6 +67,7 @@ class RoundsAtRandom(torch.autograd.Function):
     backward = forward  # pyright: ignore[reportAssignmentType]
 
 
+@pytest.mark.slow
 def test_a_right_kernel_that_rounds_at_random_keeps_every_property(make_world: MakeWorld) -> None:
     """Two calls are compared bit by bit only if both draw the same."""
 
@@ -93,6 +94,7 @@ def now_and_then(inputs, options, mesh):
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_wrong_now_and_then_is_told_how_often(tmp_path: Path) -> None:
     """Each run says the same, and one in this process is told, too."""
     file = tmp_path / "chance.py"

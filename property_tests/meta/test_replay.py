@@ -199,6 +199,7 @@ def test_several_failure_files(failed: Path, lossgate: Lossgate) -> None:
     assert (done.returncode, summary) == (1, "2 failure files: 2 DISAGREE")
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_all_is_that_of_the_worst(failed: Path, lossgate: Lossgate) -> None:
     folder = failed / "some"
     folder.mkdir()

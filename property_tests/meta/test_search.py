@@ -245,6 +245,7 @@ def test_a_broken_interface_is_a_failure_like_others_and_made_small() -> None:
     assert found.failure.findings[0].startswith("candidate 'shapeless' on rank 0 returned loss of shape")
 
 
+@pytest.mark.slow
 def test_problems_depend_on_the_seed_and_the_round() -> None:
     def first_seeds(seed: int, round_: int) -> list[int]:
         world = SimulatedWorld(Layout())

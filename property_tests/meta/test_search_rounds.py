@@ -26,7 +26,7 @@ def rounds(candidate: Candidate, layout: Layout, examples: int, count: int) -> t
     return found, counts
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["even", "balanced"])
 def test_no_problem_is_run_twice(split: str) -> None:
     nll = replace(dense_candidate(SPECS["nll"], "logits"), supports={"vocab_split": split})

@@ -86,6 +86,7 @@ def leaves(inputs, options, mesh):
 """
 
 
+@pytest.mark.slow
 def test_a_semaphore_of_a_kernel_ends_with_its_process(tmp_path: Path) -> None:
     """Torch's compiler makes some. Python would warn of them."""
     (tmp_path / "leaves.py").write_text(LEAVES)

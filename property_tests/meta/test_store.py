@@ -235,6 +235,7 @@ def test_many_processes_write_and_read_at_once(kept_in: Path) -> None:
     assert not any(made(f"deck {number}") for number in range(3))
 
 
+@pytest.mark.slow
 def test_a_run_keeps_what_it_finds_unless_it_is_told_not_to(kept_in: Path, lossgate: Lossgate) -> None:
     command = ("verify", "kernels.py:right", "--layout", "single", "--dtype", "float32", "--examples", "2")
     lossgate(*command, "--no-cache")

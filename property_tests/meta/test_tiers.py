@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slow test runs in one of twelve slices, and with ``ci/test --all``; the others run always."""
+"""A slow test runs in one of twenty slices, and with ``ci/test --all``; the others run always."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ class Item:
 
 ITEMS = [
     *(Item(f"a.py::quick[{case}]") for case in range(50)),
-    *(Item(f"a.py::slow[{case}]@deck", but=0) for case in range(200)),
+    *(Item(f"a.py::slow[{case}]@deck", but=0) for case in range(400)),
     *(Item(f"b.py::some[{case}]", but=3) for case in range(100)),
 ]
 
@@ -39,12 +39,12 @@ def run(share: str) -> set[str]:
 
 
 def test_quick_tests_and_the_first_cases_of_slow_ones_always_run() -> None:
-    assert run("none") == {*(item.nodeid for item in ITEMS[:50]), *(item.nodeid for item in ITEMS[250:253])}
+    assert run("none") == {*(item.nodeid for item in ITEMS[:50]), *(item.nodeid for item in ITEMS[450:453])}
     assert run("all") == {item.nodeid for item in ITEMS}
 
 
-def test_each_slow_test_is_in_one_of_twelve_slices() -> None:
-    slices = [run(f"{number}/12") for number in range(12)]
+def test_each_slow_test_is_in_one_of_twenty_slices() -> None:
+    slices = [run(f"{number}/20") for number in range(20)]
     assert set().union(*slices) == run("all")
     assert sum(len(one - run("none")) for one in slices) == len(run("all") - run("none"))
     assert all(len(one) > len(run("none")) + 10 for one in slices), "they are of like size"
@@ -52,18 +52,18 @@ def test_each_slow_test_is_in_one_of_twelve_slices() -> None:
 
 def test_a_test_stays_in_its_slice_whatever_its_worker_calls_it() -> None:
     """xdist adds the name of a group."""
-    number = next(n for n in range(12) if "a.py::slow[7]@deck" in run(f"{n}/12"))
-    assert not conftest._left_out([Item("a.py::slow[7]", but=0)], number, 12)
+    number = next(n for n in range(20) if "a.py::slow[7]@deck" in run(f"{n}/20"))
+    assert not conftest._left_out([Item("a.py::slow[7]", but=0)], number, 20)
 
 
-@pytest.mark.parametrize("share", ["12/12", "-1/12", "some", "1", "1/", "/12", ""])
+@pytest.mark.parametrize("share", ["20/20", "-1/20", "some", "1", "1/", "/20", ""])
 def test_another_share_is_refused(share: str) -> None:
-    with pytest.raises(pytest.UsageError, match=r"--slow=.*: expected one of none, all, 0/12 to 11/12"):
+    with pytest.raises(pytest.UsageError, match=r"--slow=.*: expected one of none, all, 0/20 to 19/20"):
         conftest._share(share)
 
 
 def test_ci_runs_the_first_tier_and_a_slice_that_the_commit_chooses() -> None:
-    assert 'ci/test --slow "$(($(git rev-list --count HEAD) % 12))/12"' in (ROOT / ".ci/run").read_text()
+    assert 'ci/test --slow "$(($(git rev-list --count HEAD) % 20))/20"' in (ROOT / ".ci/run").read_text()
 
 
 def test_the_cpu_seconds_of_a_process_have_those_of_its_children() -> None:

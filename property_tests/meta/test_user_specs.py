@@ -287,7 +287,7 @@ PROCESSES: dict[str, tuple[Callable[[str], tuple[tuple[str, ...], str]], str]] =
 """How Python is given code that has no file, and how it calls the place."""
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", PROCESSES)
 def test_code_without_a_file(how: str, run: Run) -> None:
     """What runs in this process works, and the rest says what to do."""
@@ -448,6 +448,7 @@ def test_a_spec_that_a_function_makes(tmp_path: Path, run: Run) -> None:
     assert outcomes(done.stdout) == BOTH
 
 
+@pytest.mark.slow
 def test_a_spec_that_has_changed_since_a_failure_was_written(tmp_path: Path, run: Run) -> None:
     write(tmp_path / "focal.py", FOCAL)
     done = run("verify", "focal.py:detached", "--layout", "single", *SMALL, code=1)

@@ -56,6 +56,14 @@ class Library:
             f"{self.name}.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef) and _is_entry(node)
         )
 
+    def find(self, file: str) -> Path | None:
+        """Returns where a file of the library is, such as "torch/nn/functional.py"; None if it is
+        not installed.
+        """
+        spec = PathFinder.find_spec(self.module, [*self._path(), *sys.path])
+        folders = [Path(folder).parent for folder in (spec and spec.submodule_search_locations) or ()]
+        return next((folder / file for folder in folders if (folder / file).is_file()), None)
+
     def check(self) -> None:
         """Makes a checkout importable.
 

@@ -4,8 +4,9 @@
     lossgate findings
     lossgate findings liger-stride
 
-The first line of a script's docstring says what is wrong. A script prints what it sees, and exits
-with 1 if the defect is there and with 0 if it is not.
+A script's docstring says in its first line what is wrong, and then which file and line of the
+library does it, and why. A script prints what it sees, and exits with 1 if the defect is there and
+with 0 if it is not.
 """
 
 import ast
@@ -73,7 +74,29 @@ class Finding:
     @property
     def sentence(self) -> str:
         """What is wrong, in a sentence."""
-        return (ast.get_docstring(ast.parse(self.code)) or "").partition("\n\n")[0]
+        return self._paragraphs[0]
+
+    @property
+    def cause(self) -> str:
+        """The line of the library that does it, with its file, such as "torch/nn/functional.py:12".
+        The number is that of the installed version; there is none if the line is not found.
+        """
+        file, line = self._paragraphs[1].removeprefix("Cause: ").split("\n    ")
+        return f"{file}{self._number(file, line)}: {line}"
+
+    @property
+    def why(self) -> str:
+        """Why that line does it, in a sentence."""
+        return self._paragraphs[2]
+
+    @property
+    def _paragraphs(self) -> list[str]:
+        return (ast.get_docstring(ast.parse(self.code)) or "").split("\n\n")
+
+    def _number(self, file: str, line: str) -> str:
+        found = self.of.find(file)
+        lines = found.read_text(encoding="utf-8").splitlines() if found else []
+        return next((f":{number}" for number, text in enumerate(lines, 1) if text.strip() == line), "")
 
     @property
     def code(self) -> str:
@@ -164,7 +187,10 @@ FINDINGS = {
         _found("liger-stride", _WRONG, "strided-inputs", "cross_entropy"),
         _found("liger-frozen-hidden", _WRONG, "frozen-inputs", "fused_linear_cross_entropy"),
         _found("liger-second-backward", _WRONG, "second-backward"),
-        _found("liger-linear-second-backward", _WRONG, "second-backward", "fused_linear_cross_entropy"),
+        _found(
+            "liger-linear-second-backward", _WRONG, "second-backward", "fused_linear_cross_entropy fused_linear_jsd"
+        ),
+        _found("liger-jsd-stride", _WRONG, "strided-inputs", "fused_linear_jsd"),
         _found("liger-writes-logits", _CONVENTION, "inputs-kept"),
         _found("liger-dpo-nothing-chosen", _NAN, "agreement", "chunked_dpo"),
         _found("deepspeed-upstream", _WRONG, "agreement", "tiled_sum"),
@@ -217,6 +243,8 @@ def show(finding: Finding, seen: Seen) -> str:
         f"  {known}; mended in {finding.mended_in}" if finding.mended_in else f"  {known}",
         f"  here, with {finding.of.package} {finding.of.installed}: {seen.in_words}",
         *(f"    {line}" for line in seen.output.splitlines()),
+        f"  the cause: {finding.cause}",
+        f"    {finding.why}",
     ]
     if finding.upstream:
         lines.append(f"  upstream: {finding.upstream}")

@@ -114,7 +114,7 @@ def test_what_is_rounded_is_named_with_what_to_declare(
     assert ("(logits=" in todo) == ("logits" in {**given, **declared})
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_lost_chunk_is_not_taken_for_rounding(seed: int) -> None:
     """It shows only beyond 2,048 tokens. With 2,085, it is as small as rounding."""
@@ -174,6 +174,7 @@ def test_heads_without_a_weight_have_no_running_sums() -> None:
     assert not any("chunk" in one.changes or "vocab_chunk" in one.changes for one in changes)
 
 
+@pytest.mark.slow
 def test_a_property_that_fails_by_rounding_says_what_to_declare_before_its_own_remedy() -> None:
     # On another problem the sum of the weight's gradient explains as much, and is named.
     result = judged(product, {"logits": BF16}, "hopeless-labels", seed=2)
@@ -186,6 +187,7 @@ def test_a_property_that_fails_by_rounding_says_what_to_declare_before_its_own_r
     assert judged(product, PRODUCT, "hopeless-labels").verdict is Verdict.AGREE
 
 
+@pytest.mark.slow
 def test_a_property_that_fails_by_more_than_rounding_has_its_own_remedy_alone() -> None:
     def adds_a_little(inputs: Any) -> Tensor:
         logits = (inputs.hidden @ inputs.weight.T).float()

@@ -80,6 +80,7 @@ def test_two_mistakes_are_named(mistakes: tuple[str, ...], names: str, one: str,
     assert found.causes[0].words == f"there are two mistakes. One: {one}. The other: {other}"
 
 
+@pytest.mark.slow
 def test_what_to_do_is_said_of_both() -> None:
     (cause,) = diagnosed("mask", "count").causes
     assert set(cause.todo.split("; and ")) == {

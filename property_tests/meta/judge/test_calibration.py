@@ -75,6 +75,7 @@ def test_a_stopped_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert out.read_text().splitlines() == whole
 
 
+@pytest.mark.slow
 def test_shards_add_up_to_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [tmp_path / f"{name}.jsonl" for name in ("first", "second", "whole")]
     for file, part in zip(files, ("1/2", "2/2", "1/1"), strict=True):

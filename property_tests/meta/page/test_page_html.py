@@ -73,6 +73,7 @@ def test_the_page_refers_to_nothing_outside_of_itself(report: Page) -> None:
     assert "@import" not in style
 
 
+@pytest.mark.slow
 def test_the_policy_forbids_the_network_and_names_each_script_and_style_by_digest(report: Page) -> None:
     html = render_page(report)
     elements = Elements(html)

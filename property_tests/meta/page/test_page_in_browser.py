@@ -140,6 +140,7 @@ def test_a_reader_filters_the_cells(desk: Desk, report: Page) -> None:
     assert "#" not in tab.url
 
 
+@pytest.mark.slow
 def test_a_link_shows_what_was_filtered(desk: Desk, report: Page) -> None:
     reader = desk.open(report, hash_="#verdict=disagrees&dtype=float32")
     assert reader.tab.get_by_label("Verdict", exact=True).input_value() == "disagrees"

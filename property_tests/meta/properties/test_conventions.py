@@ -241,6 +241,7 @@ def test_a_kernel_agrees_under_its_conventions(name: str, layout: str) -> None:
     assert result.record.conventions == conventions.declared
 
 
+@pytest.mark.slow
 def test_the_advice_names_the_nearest_convention() -> None:
     made = declared(by_mask, None)
     cell = Cell(made, Layout(), "float32", also=(PROPERTIES["masked-values"],))
@@ -283,6 +284,7 @@ def test_users_draw_no_problem_that_a_convention_rules_out() -> None:
     every_rank_trains()
 
 
+@pytest.mark.slow
 def test_advice_takes_no_convention_that_cannot_be_tried(make_world: MakeWorld) -> None:
     """A loss with two counts can't be weighed by its caller."""
     dense = dense_candidate(SPECS["clipped_pg"], "logprobs")

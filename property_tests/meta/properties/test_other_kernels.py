@@ -148,6 +148,7 @@ def test_a_kernel_may_return_the_dtype_that_autocast_chooses(make_world: MakeWor
         assert (result.findings, bool(result.comparisons)) == ((), True)
 
 
+@pytest.mark.slow
 def test_what_a_layout_of_the_reference_needs_is_not_poisoned(make_world: MakeWorld) -> None:
     """Reference log-probabilities that belong to the token that is read are used where the mask is
     false: in DPO, at the token before.

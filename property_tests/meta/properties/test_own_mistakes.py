@@ -125,6 +125,7 @@ def test_a_loss_without_counts_may_agree(head: str) -> None:
     assert found.verdict is Verdict.AGREE
 
 
+@pytest.mark.slow
 def test_0_times_infinity_is_asked_without_an_epsilon() -> None:
     """The reciprocal of a count of 0 is infinite, unless something is added to it."""
 

@@ -375,6 +375,7 @@ def test_a_wrong_reference_is_told(name: str) -> None:
     assert any(wrong.seen in finding.seen and wrong.change in finding.change for finding in first.findings), first
 
 
+@pytest.mark.slow
 def test_the_right_one_passes() -> None:
     outcomes = list(check_spec(declared(right)))
     assert [outcome.check for outcome in outcomes] == list(CHECKS)

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a batch whose labels are all ignored is NaN: 0 / 0."""
+"""The loss of a batch whose labels are all ignored is NaN: 0 / 0.
+
+Cause: cut_cross_entropy/torch_compile.py
+    loss = F.cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction=reduction)
+
+It is torch's mean.
+"""
 
 import torch
 from cut_cross_entropy import linear_cross_entropy

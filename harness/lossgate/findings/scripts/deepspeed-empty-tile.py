@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mean over tiles is NaN if a tile has no label; for masks, its docstring recommends "sum"."""
+"""The mean over tiles is NaN if a tile has no label; for masks, its docstring recommends "sum".
+
+Cause: deepspeed/runtime/sequence_parallel/ulysses_sp.py
+    output = output_unsharded.mean()
+
+The means of tiles are averaged.
+"""
 
 import torch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiled loss scales the gradient of hidden by the upstream gradient, and the weight's not."""
+"""The tiled loss scales the gradient of hidden by the upstream gradient, and the weight's not.
+
+Cause: deepspeed/runtime/sequence_parallel/ulysses_sp.py
+    x_grad *= grads[0]
+
+The weight's gradient was added up in forward, for an upstream gradient of 1.
+"""
 
 import torch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss

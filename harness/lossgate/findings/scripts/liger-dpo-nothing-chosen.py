@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused linear DPO is NaN if no chosen answer of a batch is trained: the NLL is 0 / 0."""
+"""Fused linear DPO is NaN if no chosen answer of a batch is trained: the NLL is 0 / 0.
+
+Cause: liger_kernel/chunked_loss/fused_linear_preference.py
+    chosen_nll_loss = chosen_nll_loss / (full_target[: full_target.shape[0] // 2] != ignore_index).sum()
+
+It divides even where no NLL is asked for.
+"""  # noqa: W505
 
 import os
 

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight gets no gradient if the hidden states need none."""
+"""The weight gets no gradient if the hidden states need none.
+
+Cause: liger_kernel/ops/fused_linear_cross_entropy.py
+    input_requires_grad = _input.requires_grad if compute_gradients is None else compute_gradients
+
+All gradients hang on that of the hidden states.
+"""
 
 import os
 

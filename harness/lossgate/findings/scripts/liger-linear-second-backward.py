@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second backward of the fused linear loss multiplies the gradients again."""
+"""A second backward of the fused linear loss multiplies the gradients again.
+
+Cause: liger_kernel/ops/fused_linear_cross_entropy.py
+    element_mul_kernel[(n_rows,)](
+
+It multiplies what forward has kept in place.
+"""
 
 import os
 

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second backward through the same graph multiplies the gradient again."""
+"""A second backward through the same graph multiplies the gradient again.
+
+Cause: liger_kernel/ops/cross_entropy.py
+    element_mul_kernel[(n_rows,)](
+
+It multiplies what forward has kept in place.
+"""
 
 import os
 

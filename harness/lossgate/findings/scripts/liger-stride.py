@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of the logits is the logits themselves if their last stride is not 1."""
+"""The gradient of the logits is the logits themselves if their last stride is not 1.
+
+Cause: liger_kernel/ops/cross_entropy.py
+    _input = _input.contiguous()
+
+Inside forward, the copy does not require a gradient.
+"""
 
 import os
 

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross entropy writes gradients over its logits, so a second loss on them is wrong."""
+"""Cross entropy writes gradients over its logits, so a second loss on them is wrong.
+
+Cause: liger_kernel/ops/cross_entropy.py
+    tl.store(X_ptr + X_offsets, X_block, mask=X_offsets < n_cols)
+
+X_ptr points to the logits that the caller gave.
+"""
 
 import os
 

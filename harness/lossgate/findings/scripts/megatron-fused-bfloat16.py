@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused cross entropy gives the gradient of float32 logits in bfloat16."""
+"""The fused cross entropy gives the gradient of float32 logits in bfloat16.
+
+Cause: megatron/core/fusions/fused_cross_entropy.py
+    grad_input = grad_input.to(torch.bfloat16)
+
+It rounds whatever the dtype of the logits is.
+"""
 
 import torch
 import torch.distributed as dist

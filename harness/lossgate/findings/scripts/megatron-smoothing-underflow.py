@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Label smoothing is infinite where a probability underflows to 0."""
+"""Label smoothing is infinite where a probability underflows to 0.
+
+Cause: megatron/core/tensor_parallel/cross_entropy.py
+    log_probs = torch.log(exp_logits)
+
+These are probabilities, which can be 0.
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cross entropy writes probabilities over its float32 logits."""
+"""The cross entropy writes probabilities over its float32 logits.
+
+Cause: megatron/core/tensor_parallel/cross_entropy.py
+    vocab_parallel_logits -= logits_max.unsqueeze(dim=-1)
+
+For float32, .float() before it makes no copy.
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NaN at a masked token makes the policy loss NaN: it is multiplied by 0."""
+"""NaN at a masked token makes the policy loss NaN: it is multiplied by 0.
+
+Cause: openrlhf/models/utils.py
+    return (tensor * mask).sum(dim=dim) / mask.sum(dim=dim)
+
+NaN * 0 is NaN.
+"""
 
 import torch
 from openrlhf.models.loss import PolicyLoss

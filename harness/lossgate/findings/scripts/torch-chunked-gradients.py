@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy adds gradients of the weight up over chunks in bfloat16."""
+"""linear_cross_entropy adds gradients of the weight up over chunks in bfloat16.
+
+Cause: torch/nn/modules/linear_cross_entropy.py
+    grad_linear_weight.sub_(weight_grad_chunk)
+
+The sum over chunks has the dtype of the weight.
+"""
 
 import torch
 from torch.nn import LinearCrossEntropyOptions
@@ -14,7 +20,7 @@ cross_entropy(hidden.double() @ exact.T, labels, reduction="sum").backward()
 def error(tokens_at_once):
     weight = exact.detach().bfloat16().requires_grad_()
     policy = "balanced" if torch.__version__ < "2.14" else "compact"  # its new name
-    options = LinearCrossEntropyOptions(acc_policy=policy, batch_chunk_size=tokens_at_once)
+    options = LinearCrossEntropyOptions(acc_policy=policy, acc_dtype=torch.float32, batch_chunk_size=tokens_at_once)
     linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options).backward()
     return ((weight.grad.double() - exact.grad).norm() / exact.grad.norm()).item()
 

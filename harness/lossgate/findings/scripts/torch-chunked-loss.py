@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With its default options, linear_cross_entropy adds a bfloat16 loss up in bfloat16."""
+"""With its default options, linear_cross_entropy adds a bfloat16 loss up in bfloat16.
+
+Cause: torch/nn/modules/linear_cross_entropy.py
+    output_dtype = acc_dtype if dtype == torch.float16 else dtype
+
+acc_dtype is not used for bfloat16.
+"""
 
 import torch
 from torch.nn import LinearCrossEntropyOptions

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""loss_parallel loses the gradient of confident labels in bfloat16: 1 - 2^-9 rounds to 1."""
+"""loss_parallel loses the gradient of confident labels in bfloat16: 1 - 2^-9 rounds to 1.
+
+Cause: torch/distributed/tensor/parallel/loss.py
+    return (grad_input + torch.exp(x)) * grad_output
+
+In bfloat16, exp(x) is 1 before 1 is subtracted.
+"""
 
 import torch
 import torch.distributed as dist

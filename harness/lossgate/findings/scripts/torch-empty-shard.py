@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""loss_parallel skips a collective on a rank without rows of the vocabulary."""
+"""loss_parallel skips a collective on a rank without rows of the vocabulary.
+
+Cause: torch/distributed/tensor/parallel/loss.py
+    if x.numel() == 0:
+
+This rank leaves out the all_reduce of the maximum.
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With all labels ignored the loss is a constant 0, so a backward of it alone raises an error."""
+"""With all labels ignored the loss is a constant 0, so a backward of it alone raises an error.
+
+Cause: torchtune/modules/loss/kd_losses.py
+    return torch.tensor(0.0, device=x.device)
+
+This 0 hangs on no input.
+"""
 
 import torch
 from torchtune.modules.loss import ForwardKLLoss

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunked loss of a batch whose labels are all ignored is NaN: 0 / 0."""
+"""The chunked loss of a batch whose labels are all ignored is NaN: 0 / 0.
+
+Cause: torchtune/modules/loss/ce_chunked_output_loss.py
+    return total_loss / total_elements
+
+It divides by the number of trained tokens.
+"""
 
 import torch
 from torchtune.modules.loss import CEWithChunkedOutputLoss

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a batch whose labels are all ignored is NaN: 0 / 0."""
+"""The loss of a batch whose labels are all ignored is NaN: 0 / 0.
+
+Cause: transformers/loss/loss_utils.py
+    reduction = "sum" if num_items_in_batch is not None else "mean"
+
+It is torch's mean.
+"""
 
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss

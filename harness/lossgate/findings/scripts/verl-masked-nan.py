@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NaN at a masked token is dropped by "token-mean", and makes the loss NaN in "seq-mean-..."."""
+"""NaN at a masked token is dropped by "token-mean", and makes the loss NaN in "seq-mean-...".
+
+Cause: verl/trainer/ppo/core_algos.py
+    seq_losses = torch.sum(loss_mat * loss_mask, dim=-1)  # token-sum
+
+NaN * 0 is NaN.
+"""
 
 import torch
 from verl.trainer.ppo.core_algos import agg_loss

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of no rows raise an error."""
+"""Log-probabilities of no rows raise an error.
+
+Cause: verl/utils/torch_functional.py
+    logsumexp_values = torch.stack([torch.logsumexp(logit, dim=-1) for logit in logits])
+
+There is nothing to stack.
+"""
 
 import torch
 from verl.utils.torch_functional import logprobs_from_logits_v2

@@ -84,7 +84,7 @@ def serve(
         work: the connection that brings tasks and takes the replies.
         alarm: the connection on which the driver asks and interrupts while a task runs.
         open_store: opens the store in which ranks meet to make groups.
-        kept: file descriptors that stay open when a task is stopped.
+        kept: file descriptors of connections that are no group's.
         connecting: seconds that the rank may wait for others to connect; None for an hour.
 
     Returns:
@@ -102,10 +102,10 @@ def serve(
             return given.code
 
         tell = partial(_tell, work, given.number)
-        outcome = watcher.run(given.number, partial(_run, given, groups, tell))
+        outcome = watcher.run(given.number, partial(_run, given, groups, tell, watcher.connected))
         tell(outcome)
         if not isinstance(outcome, Returned):
-            watcher.cut_connections()  # the others may wait for this rank
+            watcher.leave_groups()  # the others may wait for this rank
             # A failed collective can leave gloo with a message whose buffer is gone. Its thread
             # then polls that connection without a pause until the group is destroyed.
             groups.discard()
@@ -115,10 +115,13 @@ def _tell(work: Connection, number: int, news: News) -> None:
     work.send(Reply(number, news))
 
 
-def _run(given: Assignment, groups: RankGroups, tell: Callable[[News], None]) -> Returned | Raised:
+def _run(
+    given: Assignment, groups: RankGroups, tell: Callable[[News], None], connected: Callable[[], None]
+) -> Returned | Raised:
     try:
         tell(Begun())
         context = groups.context(given)
+        connected()
         tell(Met())
         task = pickle.loads(given.task)
         tell(Loaded(loaded_code()))

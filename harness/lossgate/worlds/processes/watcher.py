@@ -32,7 +32,7 @@ class Watcher:
 
     Args:
         alarm: the connection on which the driver asks.
-        kept: file descriptors that stay open when the connections of groups are cut.
+        kept: file descriptors of connections that are never shut down.
     """
 
     def __init__(self, alarm: Connection, kept: Collection[int]) -> None:
@@ -45,6 +45,9 @@ class Watcher:
         """A ``StopTask`` is on its way to the assignment that runs."""
         self._refused = -1
         """The number of an assignment that must stop and has not begun."""
+        self._connected = False
+        self._held: list[socket.socket] = []
+        """Connections that stay open until the next task; see ``_shut``."""
         threading.Thread(target=self._answer, daemon=True, name="lossgate-watcher").start()
 
     def run(self, number: int, body: Callable[[], T]) -> T | Stopped:
@@ -55,7 +58,8 @@ class Watcher:
         with self._lock:
             if number == self._refused:
                 return result
-            self._running, self._sent = number, False
+            self._running, self._sent, self._connected = number, False, False
+            self._release()
         try:
             result = body()
             with self._lock:
@@ -67,18 +71,40 @@ class Watcher:
             self._running = None
         return result
 
-    def cut_connections(self) -> None:
-        """Shuts down every network connection of this process that is not kept. Ranks that wait
-        in a collective with this one, and this rank itself, then raise within milliseconds.
+    def connected(self) -> None:
+        """Says that the task has its groups, so that all their connections are made."""
+        self._connected = True
+
+    def leave_groups(self) -> None:
+        """Tells the other ranks of all groups that nothing more comes from this one, whose task has
+        failed. Those that wait in a collective with it then raise within milliseconds.
 
         Torch offers no way to do that: ``abort`` leaves gloo's ranks blocked, and a destroyed group
         keeps its sockets as long as a mesh or a frame refers to it.
         """
-        for fd in {int(name) for name in os.listdir("/dev/fd")}.difference(self._kept):
-            try:
-                _cut(fd)
-            except OSError:
-                continue  # no socket, or closed meanwhile
+        with self._lock:
+            self._shut(socket.SHUT_WR)
+
+    def _shut(self, how: int) -> None:
+        """Shuts down each network connection of this process that is not to be kept.
+
+        Connections stay open in one direction, also when gloo closes them, until the next task
+        begins. Otherwise a rank could write to a closed one. Gloo then puts what it has to send
+        into a queue, and forgets it there when it learns that the connection is lost, so that the
+        rank waits for ever (pytorch/gloo, transport/tcp/pair.cc: ``signalException``).
+        """
+        held = {connection.fileno() for connection in self._held}
+        for fd in {int(name) for name in os.listdir("/dev/fd")}.difference(self._kept, held):
+            with suppress(OSError):  # no socket, or closed meanwhile
+                if (connection := _connection(fd)) is not None:
+                    self._held.append(connection)
+        for connection in self._held:
+            with suppress(OSError):
+                connection.shutdown(how)
+
+    def _release(self) -> None:
+        while self._held:
+            self._held.pop().close()
 
     def _answer(self) -> None:
         while True:
@@ -111,22 +137,28 @@ class Watcher:
             if self._running != number:
                 return
             self._sent = True
-            self.cut_connections()
+            # What this rank waits for ends; what it writes meanwhile still arrives.
+            self._shut(socket.SHUT_RD if self._connected else socket.SHUT_RDWR)
+            if not self._connected:
+                self._release()  # gloo closes those that it is making without a word to its loop
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(StopTask))
 
 
-def _cut(fd: int) -> None:
-    """Shuts a connection down. A listening socket is left alone: gloo would abort the process."""
+def _connection(fd: int) -> socket.socket | None:
+    """Returns another handle of a network connection; None for others. A listening socket is none:
+    without it gloo would abort the process.
+    """
     copy = os.dup(fd)
     try:
-        connection = socket.socket(fileno=copy)
+        found = socket.socket(fileno=copy)
     except OSError:
         os.close(copy)
         raise
-    with connection:
-        connects = not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        if connection.family in (socket.AF_INET, socket.AF_INET6) and connects:
-            connection.shutdown(socket.SHUT_RDWR)
+    connects = not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    if found.family in (socket.AF_INET, socket.AF_INET6) and connects:
+        return found
+    found.close()
+    return None
 
 
 def _others_run() -> bool:
