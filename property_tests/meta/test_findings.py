@@ -65,8 +65,23 @@ def test_a_line_that_another_version_has_not_is_told_without_a_number(tmp_path: 
     assert replace(finding, library="slime").cause == "torch/nn/functional.py: no such line"
 
 
+RELEASED = {name: finding for name, finding in FINDINGS.items() if finding.of.is_release}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*FINDINGS} - {*RELEASED}))
+def test_a_script_shows_it_in_a_checkout_that_there_is(name: str) -> None:
+    finding = FINDINGS[name]
+    if finding.of.installed is None:
+        with pytest.raises(UsageError, match=r"is not installed; .* put a checkout into LOSSGATE_CHECKOUTS"):
+            finding.run()
+        return
+    seen = finding.run()
+    assert seen.there, seen.output
+
+
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize("finding", FINDINGS.values(), ids=FINDINGS)
+@pytest.mark.parametrize("finding", RELEASED.values(), ids=RELEASED)
 def test_a_script_shows_it_in_the_pinned_version(finding: Finding) -> None:
     installed = str(finding.of.installed).partition("+")[0]
     assert installed in finding.versions

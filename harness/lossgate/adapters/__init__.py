@@ -60,7 +60,7 @@ class Library:
         """Returns where a file of the library is, such as "torch/nn/functional.py"; None if it is
         not installed.
         """
-        spec = PathFinder.find_spec(self.module, [*self._path(), *sys.path])
+        spec = PathFinder.find_spec(self.module)
         folders = [Path(folder).parent for folder in (spec and spec.submodule_search_locations) or ()]
         return next((folder / file for folder in folders if (folder / file).is_file()), None)
 

@@ -79,7 +79,8 @@ class Finding:
     @property
     def cause(self) -> str:
         """The line of the library that does it, with its file, such as "torch/nn/functional.py:12".
-        The number is that of the installed version; there is none if the line is not found.
+        The number is that of the installed version; there is none if the line is not found, or the
+        library is a checkout.
         """
         file, line = self._paragraphs[1].removeprefix("Cause: ").split("\n    ")
         return f"{file}{self._number(file, line)}: {line}"
@@ -94,7 +95,7 @@ class Finding:
         return (ast.get_docstring(ast.parse(self.code)) or "").split("\n\n")
 
     def _number(self, file: str, line: str) -> str:
-        found = self.of.find(file)
+        found = self.of.find(file) if self.of.is_release else None
         lines = found.read_text(encoding="utf-8").splitlines() if found else []
         return next((f":{number}" for number, text in enumerate(lines, 1) if text.strip() == line), "")
 
@@ -220,6 +221,8 @@ FINDINGS = {
             "torchtune-nothing-trained", _CONVENTION, "nothing-trained", "chunked_cross_entropy", needs_stand_ins=True
         ),
         _found("torchtune-kl-nothing-trained", _CRASH, "nothing-trained", _KL, needs_stand_ins=True),
+        _found("nemo_rl-gspo-metric", _WRONG, "agreement", "clipped_pg_with_metrics", needs_stand_ins=True),
+        _found("nemo_rl-kl-overflow", _NAN, "agreement", "clipped_pg", needs_stand_ins=True),
         _found("cce-nothing-trained", _CONVENTION, "nothing-trained", "torch_compile_mean"),
     )
 }

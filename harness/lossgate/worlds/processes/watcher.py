@@ -100,7 +100,9 @@ class Watcher:
                     self._held.append(connection)
         for connection in self._held:
             with suppress(OSError):
-                connection.shutdown(how)
+                connection.shutdown(how if self._connected else socket.SHUT_RDWR)
+        if not self._connected:
+            self._release()  # gloo closes those that it is making without a word to its loop
 
     def _release(self) -> None:
         while self._held:
@@ -137,10 +139,7 @@ class Watcher:
             if self._running != number:
                 return
             self._sent = True
-            # What this rank waits for ends; what it writes meanwhile still arrives.
-            self._shut(socket.SHUT_RD if self._connected else socket.SHUT_RDWR)
-            if not self._connected:
-                self._release()  # gloo closes those that it is making without a word to its loop
+            self._shut(socket.SHUT_RD)  # what it waits for ends; what it writes meanwhile still arrives
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(StopTask))
 
 
