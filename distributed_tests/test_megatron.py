@@ -146,7 +146,7 @@ def tiled(backbone: nn.Module, head: MegatronLmHead) -> Tensor:
     return tiled_token_logprobs(head, backbone(**tokens()).flatten(0, 1), labels(), tiles=3).logprobs
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.world(tp=2, timeout=120.0)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ LAYOUTS: dict[Style, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("style", "layout"), [(style, one) for style, all_ in LAYOUTS.items() for one in all_])
 @pytest.mark.parametrize(("spec", "head"), [together(spec, head=head) for spec in LOSSES for head in HEADS_OF_LOSSES])

@@ -141,6 +141,7 @@ def test_a_candidate_that_ignores_an_option_disagrees(spec: Spec, option: Option
     assert run_cell(Cell(wrong, Layout(), "float32"), DISAGREEING).verdict is Verdict.DISAGREE
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     ("spec", "bug"),
     [param(spec, bug, name=bug.name) for spec in SPECS.values() for bug in bugs_of(spec)[1:]],
@@ -177,7 +178,7 @@ def dpo_of_rewards(rewards: torch.Tensor, inputs: Any, options: Any) -> torch.Te
     return (losses * inputs.sample_mask[0::2]).sum() / (inputs.valid_sequences / 2).clamp(min=0.5)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [rewards_of_differences, rewards_of_sums])
 def test_either_order_of_summation_agrees(kernel: Any) -> None:
     """The two orders round differently.

@@ -59,7 +59,7 @@ def cases(candidate: Candidate, layout: str, make_world: MakeWorld, dtype: str) 
     return [Case(candidate, problem, make_world(layout)) for problem in drawn]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OURS)
 def test_kernels_stay_on_their_device(name: str, make_world: MakeWorld) -> None:
     for layout in LAYOUTS:

@@ -591,7 +591,7 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at it.
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_code_leaves_it_as_it_is(name: str) -> None:

@@ -192,6 +192,7 @@ OF_HEAD = {"hidden": "hidden", "lm_head": "weight", "labels": "labels", "tokens"
 OF_CAUSAL = {"logits": "logits", "labels": "unshifted_labels", "vocab_size": "vocab_size"}
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("fn", "inputs", "more"),
     [

@@ -52,6 +52,7 @@ def contents(entries: list[Entry]) -> list[object]:
     return [plain(entry) for entry in entries]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "fused_linear_clipped_pg"])
 def test_a_deck_that_was_kept_is_the_one_that_was_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> list[object]:

@@ -285,7 +285,7 @@ def test_a_kernel_that_needs_what_it_says_agrees(layout: str) -> None:
 NEEDS = {"advantages_per": OF_SEQUENCES, "empty": FULL}
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("without", NEEDS)
 def test_a_kernel_that_does_not_say_it_disagrees(without: str) -> None:
     def strict(inputs: Any, options: Any, mesh: Any) -> Tensor:

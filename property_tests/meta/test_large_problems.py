@@ -74,6 +74,7 @@ def test_what_only_large_problems_show_is_made_smaller_as_far_as_it_goes() -> No
     assert failure.problem.hidden == 1
 
 
+@pytest.mark.slow
 def test_what_small_problems_show_is_small() -> None:
     failure = verified(LARGE_BUGS["seventh sequence dropped"].put_into(make(FUSED))).failure
     assert failure is not None

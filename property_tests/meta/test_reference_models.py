@@ -134,7 +134,7 @@ WRONG = {
 }
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("dtype", PRECISION)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_kernel_that_takes_the_wrong_ones_disagrees(wrong: str, dtype: str) -> None:

@@ -49,7 +49,7 @@ def test_it_names_every_option_and_its_default(folder: Path, lossgate: Lossgate)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "head"), [("softcap", "logits"), ("dpo", "hidden"), ("token_logprobs", "logits")])
 def test_some_of_them_are_verified_here(spec: str, head: str, lossgate: Lossgate) -> None:
     """With masked ids of -100, pairs, and no loss."""

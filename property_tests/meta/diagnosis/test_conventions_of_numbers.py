@@ -26,6 +26,7 @@ OWN = "conventions=lossgate.Conventions(counts='own'): "
 OWN_OR_NAN = "conventions=lossgate.Conventions(counts='own', untrained='nan'): "
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("count", "factor", "named"),
     [

@@ -69,6 +69,7 @@ def sentences(result: CellResult) -> tuple[str, ...]:
     return result.run.diagnosis.sentences
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("dtype", [BF16, "float16"])
 def test_factors_that_autocast_rounds_are_named_with_their_format(dtype: str) -> None:
     @candidate("nll", head="hidden", dtypes=("float32",))
@@ -198,7 +199,7 @@ def test_a_property_that_fails_by_more_than_rounding_has_its_own_remedy_alone() 
     assert result.reasons[1].startswith("to do: compute logit - logsumexp")
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("losses", [product, product_in_a_loop])
 def test_a_mistake_beside_undeclared_rounding_is_named_with_both(losses: Any) -> None:
     @candidate("nll", head="hidden", dtypes=(BF16,))

@@ -91,7 +91,7 @@ def test_the_right_kernel_breaks_none(head: str, layout: str, dtype: str, make_w
     assert broken(right(head), layout, make_world, dtype=dtype) == {}
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", PROPERTY_BUGS)
 def test_a_bug_breaks_its_property_and_those_that_it_names(name: str, make_world: MakeWorld) -> None:
     bug = PROPERTY_BUGS[name]

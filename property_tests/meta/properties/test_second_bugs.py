@@ -26,6 +26,7 @@ def test_every_property_has_a_second_bug() -> None:
     assert {"agreement"} | {bug.property for bug in SECOND_BUGS.values()} == set(PROPERTIES)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("name", "seed"), BY_CHANCE)
 def test_what_a_property_shows_is_not_left_to_the_seed(name: str, seed: int) -> None:
     assert_found(name, seed)
