@@ -10,6 +10,7 @@ Of each cell the newest verdict counts.
 """
 
 import argparse
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ _IN_WORDS = {
     Outcome.DISAGREE: "**numbers disagree**",
     Outcome.INCONCLUSIVE: "not enough was seen",
 }
+_PLACE = re.compile(r"\s*\[/[^\]]*\]")
+"""Where an error was raised: a path of the machine that judged."""
 _WORST_FIRST = (Outcome.DISAGREE, Outcome.INCONCLUSIVE, Outcome.PROMISE_BROKEN, Outcome.AGREE)
 
 
@@ -107,7 +110,7 @@ def _beside(entry: str, cell: CellRecord) -> str:
     """
     said = list[str]()
     if cell.outcome is Outcome.DISAGREE:
-        said.append(cell.cause or next(iter(cell.reasons), ""))
+        said.append(_PLACE.sub("", cell.cause or next(iter(cell.reasons), "")))
     elif cell.broken:
         said.append(f"not kept: {', '.join(cell.broken)}")
     found = [f"`{finding.name}`" for finding in FINDINGS.values() if entry in finding.entry_points]

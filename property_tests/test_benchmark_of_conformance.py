@@ -17,12 +17,15 @@ def row(page: str, start: str) -> list[str]:
 
 @pytest.fixture
 def page(tmp_path: Path) -> str:
-    """The page with three made verdicts of Liger."""
+    """The page with made verdicts."""
     cells = [
         made_evidence.cell(candidate="liger.jsd", conventions={"counts='own'": "it divides by its own counts"}),
         made_evidence.breaking("strided-inputs", candidate="liger.cross_entropy"),
         made_evidence.disagreeing(candidate="liger.chunked_dpo"),
         made_evidence.disagreeing(candidate="liger.triton_grpo"),
+        made_evidence.disagreeing(
+            candidate="verl.icepop", reasons=("rank 0 raised ValueError: no  [/home/me/it.py:7 in loss]",)
+        ),
     ]
     return conformance.page_of([made_evidence.write(tmp_path / "made.jsonl", made_evidence.whole_run(cells))])
 
@@ -32,6 +35,13 @@ def test_a_row_has_the_verdict_and_what_readers_must_know(page: str) -> None:
     assert row(page, "liger.cross_entropy")[3:5] == ["numbers agree", "not kept: strided-inputs; see `liger-stride`"]
     assert row(page, "liger.chunked_dpo")[3] == "**NaN**"
     assert row(page, "liger.triton_grpo")[3] == "**numbers disagree**"
+
+
+def test_a_row_has_no_path_of_the_machine_that_judged(page: str) -> None:
+    assert row(page, "verl.icepop")[3:5] == [
+        "**crash**",
+        "rank 0 raised ValueError: no; see `verl-icepop-rejects-all`",
+    ]
 
 
 def test_every_finding_has_a_row_the_worst_first(page: str) -> None:

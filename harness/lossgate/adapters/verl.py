@@ -3,7 +3,17 @@
 
 # pyright: reportMissingParameterType=false
 
-from lossgate.adapters.support import BOTH, NO_SAMPLES, ONE_EACH, clamped_at, current_group, entry_of, load, rows
+from lossgate.adapters.support import (
+    BOTH,
+    NO_SAMPLES,
+    ONE_EACH,
+    OVERFLOW,
+    clamped_at,
+    current_group,
+    entry_of,
+    load,
+    rows,
+)
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY
 
@@ -14,6 +24,7 @@ entry = entry_of("verl")
 algorithms = load("verl", "verl.trainer.ppo.core_algos", bare=_BARE, absent=_ABSENT)
 torch_functional = load("verl", "verl.utils.torch_functional", bare=_BARE, absent=_ABSENT)
 parallel = load("verl", "verl.utils.megatron.tensor_parallel", bare=_BARE)
+correction = load("verl", "verl.trainer.ppo.rollout_corr_helper", bare=_BARE, absent=f"{_ABSENT} verl.protocol")
 fused = load("verl", "verl.utils.experimental.torch_functional", "FusedLinearForPPO", bare=_BARE)
 parallel.mpu.get_tensor_model_parallel_group = current_group("tp")
 
@@ -23,6 +34,11 @@ _DUAL = _CLAMPED | {"ratio_clip_c": (3.0, 1.75)}
 _OWN = {"under_mask": "finite", "counts": "own", "untrained": "nan"}
 _BY_SEQUENCE = {"token_level_loss": False}
 _GSPO = _PG | clamped_at(10) | _BY_SEQUENCE | {"sequence_level_importance_ratios": True, "advantages_per": ONE_EACH}
+_WEIGHED = _CLAMPED | {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": (2.0, 1.5)}
+_TYPE, _MIN = "truncated_importance_sampling_type", "truncated_importance_sampling_ratio_min"
+_TIS = _WEIGHED | {_TYPE: "tis"} | OVERFLOW
+_ICEPOP = _WEIGHED | {_TYPE: "icepop", _MIN: 0.5}
+_CHECKED = {"under_mask": "usual", "untrained": "error", "empty_ranks": "refused"}
 _NO_CLIP = {"reference_policy_kl_penalty": 0.0, "disable_ppo_ratio": True, "samples": NO_SAMPLES}
 
 
@@ -73,6 +89,23 @@ def cispo(x, o, mesh):
 @entry("clipped_pg", "logprobs", **_OWN, supports=_NO_CLIP)
 def gpg(x, o, mesh):
     return _policy("gpg", x, o)
+
+
+def _weighed(x, o, threshold):
+    old, sampler, mask = rows(x, "prev_logprobs generation_logprobs mask")
+    weights, _ = correction.compute_rollout_correction_weights(old - sampler, mask, "token", threshold)
+    return _policy("vanilla", x, o, weights=weights, batch_num_tokens=x.valid_tokens)
+
+
+@entry("clipped_pg", "logprobs", **_CHECKED, supports=_TIS)
+def tis(x, o, mesh):
+    return _weighed(x, o, o.truncated_importance_sampling_ratio)
+
+
+@entry("clipped_pg", "logprobs", **_CHECKED, supports=_ICEPOP)
+def icepop(x, o, mesh):
+    bounds = o.truncated_importance_sampling_ratio_min, o.truncated_importance_sampling_ratio
+    return _weighed(x, o, f"{bounds[0]}_{bounds[1]}")
 
 
 @entry("value", "values", **_OWN, supports={"cliprange": (0.2, 0.5)})

@@ -214,6 +214,7 @@ FINDINGS = {
         _found("verl-no-rows", _CONVENTION, "microbatches", needs_stand_ins=True),
         _found("verl-nothing-trained", _CONVENTION, "nothing-trained", "vanilla", needs_stand_ins=True),
         _found("verl-masked-nan", _CONVENTION, "masked-nan", "vanilla_of_sequences", needs_stand_ins=True),
+        _found("verl-icepop-rejects-all", _CRASH, "agreement", "icepop", needs_stand_ins=True),
         _found("openrlhf-nothing-trained", _CONVENTION, "nothing-trained", "ppo", needs_stand_ins=True),
         _found("openrlhf-masked-nan", _CONVENTION, "masked-nan", "ppo", needs_stand_ins=True),
         _found("transformers-nothing-trained", _CONVENTION, "nothing-trained", "causal_lm"),
