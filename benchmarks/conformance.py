@@ -52,7 +52,7 @@ def _versions(versions: Mapping[str, str]) -> str:
 def _findings() -> Iterator[str]:
     yield "## Findings"
     yield ""
-    yield "| `lossgate findings ...` | what is wrong | | found in | where | shown by |"
+    yield "| `lossgate findings ...` | what is wrong | kind | found in | where | shown by |"
     yield "|---|---|---|---|---|---|"
     for severity in Severity:
         for finding in FINDINGS.values():
@@ -61,7 +61,7 @@ def _findings() -> Iterator[str]:
                 version += f", mended in {finding.mended_in}" if finding.mended_in else ""
                 version += f"; [known there]({finding.upstream})" if finding.upstream else ""
                 name = f"`{finding.name}`"
-                where = finding.cause.partition(": ")[0]
+                where = finding.cause.partition(": ")[0] if finding.of.is_release else finding.cause
                 row = name, finding.sentence, severity, version, f"`{where}`", finding.shown_by
                 yield f"| {' | '.join(row)} |"
 
@@ -78,7 +78,8 @@ def _verdicts(cells: dict[str, list[CellRecord]], made_with: str) -> Iterator[st
         yield ""
         yield f"### {library.package}"
         yield ""
-        yield f"{library.package} {library.installed or library.known[-1]}, {newest[:10]}."
+        version = library.installed if library.is_release else f"at {library.known[-1]}"
+        yield f"{library.package} {version}, judged on {newest[:10]}."
         yield ""
         yield "| entry point | loss | where | verdict | what else | detects | s |"
         yield "|---|---|---|---|---|---|---|"
@@ -89,7 +90,7 @@ def _verdicts(cells: dict[str, list[CellRecord]], made_with: str) -> Iterator[st
 def _row(entry: str, cells: Sequence[CellRecord]) -> str:
     worst = min(cells, key=lambda cell: _WORST_FIRST.index(cell.outcome))
     where = ", ".join(dict.fromkeys(f"{cell.layout} {cell.dtype}" for cell in cells))
-    effects = [cell.mde for cell in cells if cell.mde is not None]
+    effects = [cell.mde for cell in cells if cell.mde is not None and cell.outcome is not Outcome.DISAGREE]
     seen = percent(max(effects)) if effects else ""
     seconds = round(sum(cell.seconds for cell in cells))
     loss = f"{worst.spec} from {worst.head}"
@@ -109,13 +110,13 @@ def _beside(entry: str, cell: CellRecord) -> str:
     explain it, and the conventions that callers must keep to.
     """
     said = list[str]()
-    if cell.outcome is Outcome.DISAGREE:
+    found = [finding for finding in FINDINGS.values() if entry in finding.entry_points]
+    if cell.outcome is Outcome.DISAGREE and not found:
         said.append(_PLACE.sub("", cell.cause or next(iter(cell.reasons), "")))
     elif cell.broken:
         said.append(f"not kept: {', '.join(cell.broken)}")
-    found = [f"`{finding.name}`" for finding in FINDINGS.values() if entry in finding.entry_points]
     if found:
-        said.append(f"see {', '.join(found)}")
+        said.append(f"see {', '.join(f'`{finding.name}`' for finding in found)}")
     if cell.conventions:
         said.append(", ".join(f"`{name}`" for name in cell.conventions))
     return "; ".join(said).replace("|", "\\|").replace("\n", " ")

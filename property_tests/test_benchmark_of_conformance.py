@@ -6,7 +6,7 @@ from pathlib import Path
 import conformance
 import pytest
 
-from lossgate.findings import FINDINGS
+from lossgate.findings import FINDINGS, Severity
 from property_tests.meta import made_evidence
 
 
@@ -22,9 +22,8 @@ def page(tmp_path: Path) -> str:
         made_evidence.cell(candidate="liger.jsd", conventions={"counts='own'": "it divides by its own counts"}),
         made_evidence.breaking("strided-inputs", candidate="liger.cross_entropy"),
         made_evidence.disagreeing(candidate="liger.chunked_dpo"),
-        made_evidence.disagreeing(candidate="liger.triton_grpo"),
         made_evidence.disagreeing(
-            candidate="verl.icepop", reasons=("rank 0 raised ValueError: no  [/home/me/it.py:7 in loss]",)
+            candidate="liger.triton_grpo", reasons=("rank 0 raised ValueError: no  [/home/me/it.py:7 in loss]",)
         ),
     ]
     return conformance.page_of([made_evidence.write(tmp_path / "made.jsonl", made_evidence.whole_run(cells))])
@@ -38,10 +37,11 @@ def test_a_row_has_the_verdict_and_what_readers_must_know(page: str) -> None:
 
 
 def test_a_row_has_no_path_of_the_machine_that_judged(page: str) -> None:
-    assert row(page, "verl.icepop")[3:5] == [
-        "**crash**",
-        "rank 0 raised ValueError: no; see `verl-icepop-rejects-all`",
-    ]
+    assert row(page, "liger.triton_grpo")[4] == "rank 0 raised ValueError: no"
+
+
+def test_a_row_whose_finding_says_why_names_it_alone(page: str) -> None:
+    assert row(page, "liger.chunked_dpo")[3:5] == ["**NaN**", "see `liger-dpo-nothing-chosen`"]
 
 
 def test_every_finding_has_a_row_the_worst_first(page: str) -> None:
@@ -49,11 +49,11 @@ def test_every_finding_has_a_row_the_worst_first(page: str) -> None:
         FINDINGS["liger-stride"].sentence,
         "wrong number",
         "liger-kernel 0.8.5",
-        "`liger_kernel/ops/cross_entropy.py:409`",
+        "`liger_kernel/ops/cross_entropy.py:459`",
         "strided-inputs",
     ]
     severities = [row(page, name)[2] for name in sorted(FINDINGS, key=lambda name: page.index(f"| `{name}` |"))]
-    assert severities == sorted(severities, key=["wrong number", "NaN", "crash", "convention"].index)
+    assert severities == sorted(severities, key=[*map(str, Severity)].index)
 
 
 def test_what_people_wrote_stays_and_the_page_has_all_findings(page: str) -> None:

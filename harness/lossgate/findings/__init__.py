@@ -33,6 +33,8 @@ class Severity(StrEnum):
     """A loss or gradient is NaN or infinite, where it is defined."""
     CRASH = "crash"
     """A call raises an error, or ranks wait for each other."""
+    METRIC = "wrong metric"
+    """A metric is wrong. The loss and its gradients are right."""
     CONVENTION = "convention"
     """The library promises nothing else, and callers must know."""
 
@@ -172,7 +174,7 @@ def _found(
     )
 
 
-_WRONG, _NAN, _CRASH, _CONVENTION = Severity
+_WRONG, _NAN, _CRASH, _METRIC, _CONVENTION = Severity
 _KL = "forward_kl reverse_kl chunked_forward_kl"
 _SINCE_2_13 = ("2.13.0", "2.14.1")
 _MEGATRON = "https://github.com/NVIDIA/Megatron-LM/pull/"
@@ -187,7 +189,7 @@ FINDINGS = {
         _found("torch-confident-label", _WRONG, "agreement"),
         _found("liger-stride", _WRONG, "strided-inputs", "cross_entropy"),
         _found("liger-frozen-hidden", _WRONG, "frozen-inputs", "fused_linear_cross_entropy"),
-        _found("liger-second-backward", _WRONG, "second-backward"),
+        _found("liger-second-backward", _CONVENTION, "second-backward"),
         _found(
             "liger-linear-second-backward", _WRONG, "second-backward", "fused_linear_cross_entropy fused_linear_jsd"
         ),
@@ -214,7 +216,14 @@ FINDINGS = {
         _found("verl-no-rows", _CONVENTION, "microbatches", needs_stand_ins=True),
         _found("verl-nothing-trained", _CONVENTION, "nothing-trained", "vanilla", needs_stand_ins=True),
         _found("verl-masked-nan", _CONVENTION, "masked-nan", "vanilla_of_sequences", needs_stand_ins=True),
-        _found("verl-icepop-rejects-all", _CRASH, "agreement", "icepop", needs_stand_ins=True),
+        _found(
+            "verl-icepop-rejects-all",
+            _CRASH,
+            "agreement",
+            "icepop",
+            upstream="https://github.com/verl-project/verl/pull/7559",
+            needs_stand_ins=True,
+        ),
         _found("openrlhf-nothing-trained", _CONVENTION, "nothing-trained", "ppo", needs_stand_ins=True),
         _found("openrlhf-masked-nan", _CONVENTION, "masked-nan", "ppo", needs_stand_ins=True),
         _found("transformers-nothing-trained", _CONVENTION, "nothing-trained", "causal_lm"),
@@ -222,7 +231,14 @@ FINDINGS = {
             "torchtune-nothing-trained", _CONVENTION, "nothing-trained", "chunked_cross_entropy", needs_stand_ins=True
         ),
         _found("torchtune-kl-nothing-trained", _CRASH, "nothing-trained", _KL, needs_stand_ins=True),
-        _found("nemo_rl-gspo-metric", _WRONG, "agreement", "clipped_pg_with_metrics", needs_stand_ins=True),
+        _found(
+            "nemo_rl-gspo-metric",
+            _METRIC,
+            "agreement",
+            "clipped_pg_with_metrics",
+            upstream="https://github.com/NVIDIA-NeMo/RL/pull/3753",
+            needs_stand_ins=True,
+        ),
         _found("nemo_rl-kl-overflow", _NAN, "agreement", "clipped_pg", needs_stand_ins=True),
         _found("cce-nothing-trained", _CONVENTION, "nothing-trained", "torch_compile_mean"),
     )

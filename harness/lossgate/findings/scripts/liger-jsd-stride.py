@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaled fused linear JSD has wrong gradients if the last stride of an input is not 1.
+"""Fused linear JSD, scaled: wrong gradients of hidden or weight if they lie column by column.
 
 Cause: liger_kernel/ops/fused_linear_jsd.py
     element_mul_kernel[(n_rows,)](
 
-It gets no stride of columns, as it does in the fused linear cross entropy.
+Unlike the fused linear cross entropy, it passes no X_col_stride; nor does the call for the weight.
 """
 
 import os

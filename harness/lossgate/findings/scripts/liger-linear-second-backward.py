@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second backward of the fused linear loss multiplies the gradients again.
+"""A second backward multiplies by an upstream gradient other than 1 again, in fused linear losses.
 
 Cause: liger_kernel/ops/fused_linear_cross_entropy.py
     element_mul_kernel[(n_rows,)](

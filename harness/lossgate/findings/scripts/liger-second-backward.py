@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second backward through the same graph multiplies the gradient again.
+"""A second backward multiplies by an upstream gradient other than 1 again.
 
 Cause: liger_kernel/ops/cross_entropy.py
     element_mul_kernel[(n_rows,)](

@@ -2,9 +2,9 @@
 """The gradient of the logits is the logits themselves if their last stride is not 1.
 
 Cause: liger_kernel/ops/cross_entropy.py
-    _input = _input.contiguous()
+    HAS_GRADIENTS=_input.requires_grad,
 
-Inside forward, the copy does not require a gradient.
+It asks the contiguous copy, which requires no gradient inside of forward.
 """
 
 import os

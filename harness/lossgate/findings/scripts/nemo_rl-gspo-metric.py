@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With GSPO, the metric sampling_importance_ratio is too large by the number of sequences.
+"""With GSPO, sampling_importance_ratio is multiplied by the number of sequences of a call.
 
 Cause: nemo_rl/algorithms/loss/loss_functions.py
-    actor_importance_weights_expanded = actor_importance_weights.unsqueeze(-1)
+    sample_importance_ratio = masked_mean(
 
-These weights, [B, 1], are multiplied by the mask of sequences, [B], before they are added up.
+It multiplies the weights, [B, 1], by the mask of sequences, [B], before it adds them up.
 """
 
 import torch

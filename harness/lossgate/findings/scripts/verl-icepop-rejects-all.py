@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""IcePop raises an error if it rejects every token of a batch.
+"""IcePop raises an error if it rejects every token of a call: a metric divides by 0.
 
 Cause: verl/trainer/ppo/rollout_corr_helper.py
     1.0 / verl_F.masked_mean(is_weights_normalized.square(), response_mask).item()
 
-All weights are 0 then, and so is what this metric divides by.
+All weights are 0 then, and so is what the effective sample size divides by.
 """
 
 import torch
