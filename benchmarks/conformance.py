@@ -19,7 +19,7 @@ from pathlib import Path
 from lossgate.adapters import LIBRARIES
 from lossgate.engine.cell_record import CellRecord, Outcome
 from lossgate.evidence.gather import gather
-from lossgate.findings import FINDINGS, Severity
+from lossgate.findings import FINDINGS, Finding, Severity
 from lossgate.reports.shown_verdict import percent
 
 PAGE = Path(__file__).parents[1] / "docs/conformance.md"
@@ -97,9 +97,13 @@ def _row(entry: str, cells: Sequence[CellRecord]) -> str:
     return f"| `{entry}` | {loss} | {where} | {_verdict(entry, worst)} | {_beside(entry, worst)} | {seen} | {seconds} |"
 
 
+def _findings_of(entry: str) -> list[Finding]:
+    return [finding for finding in FINDINGS.values() if entry in finding.entry_points]
+
+
 def _verdict(entry: str, worst: CellRecord) -> str:
     """Returns the verdict in words; if it is DISAGREE, what the worst finding says that it is."""
-    found = [finding.severity for finding in FINDINGS.values() if entry in finding.entry_points]
+    found = [finding.severity for finding in _findings_of(entry)]
     if worst.outcome is Outcome.DISAGREE and found:
         return f"**{min(found, key=list(Severity).index)}**"
     return _IN_WORDS[worst.outcome]
@@ -110,7 +114,7 @@ def _beside(entry: str, cell: CellRecord) -> str:
     explain it, and the conventions that callers must keep to.
     """
     said = list[str]()
-    found = [finding for finding in FINDINGS.values() if entry in finding.entry_points]
+    found = _findings_of(entry)
     if cell.outcome is Outcome.DISAGREE and not found:
         said.append(_PLACE.sub("", cell.cause or next(iter(cell.reasons), "")))
     elif cell.broken:

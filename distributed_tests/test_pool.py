@@ -58,6 +58,12 @@ def mesh_id(context: RankContext) -> int:
     return id(context.mesh)
 
 
+def one_raises(context: RankContext) -> None:
+    if context.rank == 1:
+        raise ValueError
+    dist.barrier()
+
+
 def test_processes_and_meshes_are_kept(gloo: World) -> None:
     pids, meshes = gloo.run(pid), gloo.run(mesh_id)
     assert len(set(pids)) == 4
@@ -94,13 +100,8 @@ def test_one_that_dies_between_tasks_is_replaced(gloo: World) -> None:
 def test_those_that_survive_are_kept(gloo: World) -> None:
     pids = gloo.run(pid)
 
-    def raises(context: RankContext) -> None:
-        if context.rank == 1:
-            raise ValueError
-        dist.barrier()
-
     with pytest.raises(RankRaised):
-        gloo.run(raises)
+        gloo.run(one_raises)
     assert gloo.run(pid) == pids
 
 
@@ -136,13 +137,8 @@ def test_after_a_failure_no_thread_of_gloo_goes_on(gloo: World) -> None:
 
     assert threads_of_groups()
 
-    def raises(context: RankContext) -> None:
-        if context.rank == 1:
-            raise ValueError
-        dist.barrier()
-
     with pytest.raises(RankRaised):
-        gloo.run(raises)
+        gloo.run(one_raises)
     deadline = time.monotonic() + 10.0
     while threads_of_groups() and time.monotonic() < deadline:
         time.sleep(0.01)

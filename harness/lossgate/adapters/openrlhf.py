@@ -4,8 +4,9 @@
 # pyright: reportMissingParameterType=false
 
 from lossgate.adapters.support import (
+    ICEPOP,
     NO_SAMPLES,
-    OVERFLOW,
+    TIS,
     clamped_at,
     entry_of,
     ignoring,
@@ -26,10 +27,6 @@ _PG = (
     | {"samples": NO_SAMPLES}
 )
 _BY_SEQUENCE = _PG | {"token_level_loss": False}
-_WEIGHED = _PG | {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": (2.0, 1.5)}
-_TYPE, _MIN = "truncated_importance_sampling_type", "truncated_importance_sampling_ratio_min"
-_TIS = _WEIGHED | {_TYPE: "tis", _MIN: (None, 0.5)} | OVERFLOW
-_ICEPOP = _WEIGHED | {_TYPE: "icepop", _MIN: 0.5}
 _OWN = {"under_mask": "usual", "counts": "own", "untrained": "nan"}
 
 
@@ -64,12 +61,12 @@ def gspo(x, o, mesh):
     return _policy(x, o, {"global_batch_size": x.valid_sequences}, policy_loss_type="gspo")
 
 
-@entry("clipped_pg", "logprobs", **_OWN, supports=_TIS)
+@entry("clipped_pg", "logprobs", **_OWN, supports=_PG | TIS | {"truncated_importance_sampling_ratio_min": (None, 0.5)})
 def tis(x, o, mesh):
     return _corrected(x, o, is_correction_level="token", is_correction_mode="clip")
 
 
-@entry("clipped_pg", "logprobs", **_OWN, supports=_ICEPOP)
+@entry("clipped_pg", "logprobs", **_OWN, supports=_PG | ICEPOP)
 def icepop(x, o, mesh):
     return _corrected(x, o, is_correction_level="token", is_correction_mode="mask")
 

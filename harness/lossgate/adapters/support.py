@@ -30,6 +30,12 @@ NO_SAMPLES = Excluded("some", because="it has no mask of sequences")
 FULL_RANKS = {"empty": Excluded("rank", because="it takes the mean over the sequences of its rank")}
 UNBOUNDED_KL = {"reference": Excluded("far", because="it does not clamp the log-ratio to the reference")}
 OVERFLOW = {"generation": Excluded("extreme", because="it bounds a weight that overflows, and the spec drops it")}
+_WEIGHED = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": (2.0, 1.5)}
+TIS = _WEIGHED | {"truncated_importance_sampling_type": "tis"} | OVERFLOW
+ICEPOP = _WEIGHED | {
+    "truncated_importance_sampling_type": "icepop",
+    "truncated_importance_sampling_ratio_min": 0.5,
+}
 BOTH = {"differentiable": ("logprobs", "token_entropy")}
 INTERPRETED: dict[str, Any] = {}
 """In ``supports`` of Triton's kernels: what is left out where they are interpreted."""

@@ -5,9 +5,10 @@
 
 from lossgate.adapters.support import (
     BOTH,
+    ICEPOP,
     NO_SAMPLES,
     ONE_EACH,
-    OVERFLOW,
+    TIS,
     clamped_at,
     current_group,
     entry_of,
@@ -34,10 +35,6 @@ _DUAL = _CLAMPED | {"ratio_clip_c": (3.0, 1.75)}
 _OWN = {"under_mask": "finite", "counts": "own", "untrained": "nan"}
 _BY_SEQUENCE = {"token_level_loss": False}
 _GSPO = _PG | clamped_at(10) | _BY_SEQUENCE | {"sequence_level_importance_ratios": True, "advantages_per": ONE_EACH}
-_WEIGHED = _CLAMPED | {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": (2.0, 1.5)}
-_TYPE, _MIN = "truncated_importance_sampling_type", "truncated_importance_sampling_ratio_min"
-_TIS = _WEIGHED | {_TYPE: "tis"} | OVERFLOW
-_ICEPOP = _WEIGHED | {_TYPE: "icepop", _MIN: 0.5}
 _CHECKED = {"under_mask": "usual", "untrained": "error", "empty_ranks": "refused"}
 _NO_CLIP = {"reference_policy_kl_penalty": 0.0, "disable_ppo_ratio": True, "samples": NO_SAMPLES}
 
@@ -97,12 +94,12 @@ def _weighed(x, o, threshold):
     return _policy("vanilla", x, o, weights=weights, batch_num_tokens=x.valid_tokens)
 
 
-@entry("clipped_pg", "logprobs", **_CHECKED, supports=_TIS)
+@entry("clipped_pg", "logprobs", **_CHECKED, supports=_CLAMPED | TIS)
 def tis(x, o, mesh):
     return _weighed(x, o, o.truncated_importance_sampling_ratio)
 
 
-@entry("clipped_pg", "logprobs", **_CHECKED, supports=_ICEPOP)
+@entry("clipped_pg", "logprobs", **_CHECKED, supports=_CLAMPED | ICEPOP)
 def icepop(x, o, mesh):
     bounds = o.truncated_importance_sampling_ratio_min, o.truncated_importance_sampling_ratio
     return _weighed(x, o, f"{bounds[0]}_{bounds[1]}")

@@ -80,9 +80,9 @@ class Finding:
 
     @property
     def cause(self) -> str:
-        """The line of the library that does it, with its file, such as "torch/nn/functional.py:12".
-        The number is that of the installed version; there is none if the line is not found, or the
-        library is a checkout.
+        """The line of the library that does it, or how it begins, with its file, such as
+        "torch/nn/functional.py:12". The number is that of the installed version; there is none if
+        the line is not found, or the library is a checkout.
         """
         file, line = self._paragraphs[1].removeprefix("Cause: ").split("\n    ")
         return f"{file}{self._number(file, line)}: {line}"
@@ -99,7 +99,7 @@ class Finding:
     def _number(self, file: str, line: str) -> str:
         found = self.of.find(file) if self.of.is_release else None
         lines = found.read_text(encoding="utf-8").splitlines() if found else []
-        return next((f":{number}" for number, text in enumerate(lines, 1) if text.strip() == line), "")
+        return next((f":{number}" for number, text in enumerate(lines, 1) if text.strip().startswith(line)), "")
 
     @property
     def code(self) -> str:

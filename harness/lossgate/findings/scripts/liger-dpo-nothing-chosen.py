@@ -2,10 +2,10 @@
 """The loss of fused linear DPO is NaN if no chosen answer of a call is trained.
 
 Cause: liger_kernel/chunked_loss/fused_linear_preference.py
-    chosen_nll_loss = chosen_nll_loss / (full_target[: full_target.shape[0] // 2] != ignore_index).sum()
+    chosen_nll_loss = chosen_nll_loss / (full_target[: full_target.shape[0] // 2]
 
-It divides even where no NLL is asked for. The gradients are right then.
-"""  # noqa: W505
+It divides even where no NLL is asked for.
+"""
 
 import os
 
