@@ -77,6 +77,18 @@ TABLE: dict[str, tuple[list[tuple[Partition, Trained]], list[tuple[Partition, Tr
             (split("tp=2"), trained((0, 0))),
         ],
     ),
+    "fewer trained than dp ranks": (
+        [
+            (split("dp=2"), trained((0, 0))),
+            (split("dp=3", (4, 4, 4)), trained((0, 0), (2, 1))),
+            (split("dp=4", (4,) * 4), whole(0, 1)),
+        ],
+        [
+            (split("dp=2"), trained()),
+            (split("dp=2"), trained((0, 0), (0, 1))),
+            (split("cp=2"), trained((0, 0))),
+        ],
+    ),
     "rank without a sequence": (
         [(split("dp=3"), trained((0, 0))), (split("dp=2", group_size=2), trained((0, 0)))],
         [(split("dp=2", (4, 0)), trained((0, 0))), (split("dp=2", (1,) * 4, group_size=2), trained((0, 0)))],

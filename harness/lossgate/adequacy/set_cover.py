@@ -12,7 +12,7 @@ from lossgate.base.layout import Layout
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.supports import ANY
 from lossgate.specs.coverage_goals import CoverageGoal
-from lossgate.specs.sharding_goals import NOTHING_ON_A_RANK, SEVERAL_RANKS
+from lossgate.specs.sharding_goals import NEED_UNTRAINED, SEVERAL_RANKS
 
 
 def choose(placed: Sequence[Placed], wanted: Collection[str], least: int, chance: Random) -> list[Placed]:
@@ -71,9 +71,8 @@ def required_goals(candidate: Candidate, layout: Layout, dtype: str) -> dict[str
     """Returns the goals that a problem of this candidate on this layout can reach, by name."""
     goals = candidate.spec.all_goals
     reachable = {name: goal for name, goal in goals.items() if _reachable(goal, candidate, layout, dtype)}
-    if candidate.conventions.calls_need_training:
-        reachable.pop(NOTHING_ON_A_RANK, None)
-    return reachable
+    unreachable = NEED_UNTRAINED if candidate.conventions.calls_need_training else ()
+    return {name: goal for name, goal in reachable.items() if name not in unreachable}
 
 
 def _reachable(goal: CoverageGoal, candidate: Candidate, layout: Layout, dtype: str) -> bool:

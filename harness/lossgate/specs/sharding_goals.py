@@ -22,7 +22,8 @@ _GAPS = 3
 with a few, because masks are drawn at random."""
 _THREE = 3
 """The fewest ranks of which one can usefully be empty. Of two ranks one is empty only if the
-vocabulary has a single row. Then the loss is 0, and only a crash can show."""
+vocabulary has a single row. Then the loss is 0, and only a crash can show. It is also the fewest dp
+ranks that can be more than a pair of trained sequences."""
 _UNEVEN = 2
 """Ranks have clearly different numbers of trained tokens if one has this many times another's."""
 
@@ -32,6 +33,9 @@ def _several(axis: Axis) -> str:
 
 
 NOTHING_ON_A_RANK = "rank with nothing trained"
+FEW_TRAINED = "fewer trained than dp ranks"
+NEED_UNTRAINED = frozenset((NOTHING_ON_A_RANK, FEW_TRAINED))
+"""The goals that need a rank without a trained token."""
 
 SHARDING_GOALS: Mapping[str, CoverageGoal] = {
     "label on a shard's first row": CoverageGoal(
@@ -46,6 +50,11 @@ SHARDING_GOALS: Mapping[str, CoverageGoal] = {
     ),
     NOTHING_ON_A_RANK: CoverageGoal(
         meaning="a rank without any trained token, while another has some", axes=("dp", "cp"), heads=_PER_TOKEN
+    ),
+    FEW_TRAINED: CoverageGoal(
+        meaning="trained tokens, or sequences for a loss of whole ones, but fewer than there are dp ranks",
+        axes=("dp",),
+        least_ranks=_THREE,
     ),
     "rank without a sequence": CoverageGoal(
         meaning="a dp rank without any sequence", axes=("dp",), unreachable_if={"empty": ("sequence", "shard")}
@@ -127,6 +136,8 @@ def covered_sharding_goals(partition: Partition, trained: Trained) -> Iterator[s
     counts = _counts(partition, trained)
     if counts.any() and not counts.all():
         yield NOTHING_ON_A_RANK
+    if 0 < counts.sum() < partition.layout.dp:
+        yield FEW_TRAINED
     if not all(partition.sequences(rank) for rank in range(partition.layout.dp)):
         yield "rank without a sequence"
     if _on_several(counts.sum(1)):

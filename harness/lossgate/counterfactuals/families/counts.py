@@ -21,6 +21,8 @@ from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec, trained_by_mask
 
+_SHARED: tuple[Axis, ...] = ("dp", "cp")
+"""The axes over whose ranks the tokens of a batch are shared out."""
 _AXES: tuple[tuple[Axis, ...], ...] = (("dp",), ("cp",), ("dp", "cp"))
 
 
@@ -176,6 +178,14 @@ def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:
             f"divide by {name} as it is given",
             fields=partial(_put, name, count),
         )
+    for axis in _SHARED:
+        yield mistake(
+            f"{name} at least 1 on each rank of {axis}",
+            f"{name} is divided by the number of ranks of {axis} first, and bounded below by 1 then",
+            partial(_is_few, _Reads((name,), (axis,)), axis),
+            f"bound {name} below by 1 before it is divided by the number of ranks",
+            fields=partial(_put, name, partial(_at_least_ranks, axis)),
+        )
     for of, (axes, is_least, change) in _ROUNDED.items():
         yield mistake(
             f"{name} rounded down to a multiple of {of}",
@@ -201,6 +211,15 @@ def _other_count(other: str, setting: Setting, given: Tensor) -> Tensor:
 
 def _times(axis: Axis, setting: Setting, given: Tensor) -> Tensor:
     return given * setting.size(axis)
+
+
+def _is_few(reads: _Reads, axis: Axis, setting: Setting) -> bool:
+    (name,) = reads.names
+    return bool(0 < setting.fields[name] < setting.size(axis)) and reads(setting)
+
+
+def _at_least_ranks(axis: Axis, setting: Setting, given: Tensor) -> Tensor:
+    return given.clamp(min=setting.size(axis))
 
 
 def _labels(setting: Setting, given: Tensor) -> Tensor:
