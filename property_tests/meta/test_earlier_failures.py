@@ -4,15 +4,20 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
-from lossgate import Layout
+import lossgate
+from lossgate import Conventions, Layout, UsageError
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.earlier_failures import hold_to_earlier
 from lossgate.engine.failure_files import failure_files_of, read_failure, write_failure
+from lossgate.engine.judge_again import judge_again
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.evidence.redo import redo
@@ -142,3 +147,43 @@ def test_a_problem_of_an_earlier_run_that_the_kernel_is_not_given_any_more(verif
     now = verify("right")
     assert failure_files_of(now.cell, "agreement", tmp_path) == [file]
     assert hold_to_earlier(now, tmp_path, 60.0, set()) == (now, ())
+
+
+@lossgate.candidate("nll", head="logits", axes=("dp",))
+def needs_a_trained_token(inputs: Any, options: Any, mesh: Any) -> torch.Tensor:
+    if not len(inputs.labels):
+        raise ValueError("no token")
+    if not inputs.mask.any():
+        raise ValueError("no trained token")
+    total = cross_entropy(inputs.logits, inputs.labels.masked_fill(~inputs.mask, -100), reduction="sum")
+    return total / inputs.valid_tokens.clamp(min=1)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("convention", "says"),
+    [
+        ({"empty_ranks": "refused", "untrained": "error"}, r"declares empty_ranks='refused', so it is never given a "),
+        ({"untrained": "error"}, r"declares untrained='error', so it is never given a rank without a token"),
+    ],
+)
+def test_a_problem_that_a_convention_rules_out_since_then_is_not_judged(
+    tmp_path: Path, convention: dict[str, Any], says: str
+) -> None:
+    cell = Cell(needs_a_trained_token, Layout(dp=2), "float32")
+    failed = run_cell(cell, Settings(examples=8, rounds=1))
+    assert failed.failure is not None
+    written = write_failure(failed, tmp_path)
+    declared = replace(cell, candidate=replace(needs_a_trained_token, conventions=Conventions(**convention)))
+    result = run_cell(declared, Settings(examples=8, rounds=1))
+    assert result.verdict is not Verdict.DISAGREE
+    assert hold_to_earlier(result, tmp_path, timeout=60.0, known=()) == (result, ())
+    with pytest.raises(UsageError, match=says):
+        judge_again(read_failure(written), declared, timeout=60.0)
+
+    of_none = replace(failed.failure.problem, masks=("none",) * len(failed.failure.problem.masks))
+    failure = read_failure(written)
+    failure = replace(failure, examples=(replace(failure.examples[0], problem=of_none),))
+    declared = replace(cell, candidate=replace(needs_a_trained_token, conventions=Conventions(untrained="nan")))
+    with pytest.raises(UsageError, match=r"declares untrained='nan', but in a call of the problem nothing is trained"):
+        judge_again(failure, declared, timeout=60.0)

@@ -11,6 +11,7 @@ from lossgate.base.errors import UsageError
 from lossgate.base.spelling import counted, in_a_row
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.large import size_of
+from lossgate.cases.placement import is_given
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import has_source, load_candidates
 from lossgate.engine.case_result import CaseResult
@@ -47,11 +48,13 @@ def judge_again(failure: FailureFile, cell: Cell, timeout: float) -> Again:
     """Judges the problems of a failure file in a cell.
 
     Raises:
-        UsageError: if a problem does not suit the candidate, or is too large for this machine.
+        UsageError: if a problem does not suit the candidate, if its conventions rule it out, or if
+            it is too large for this machine.
         WorldLost: as for ``replay_failure``.
     """
     for problem in failure.problems():
         _check_memory(problem)
+        _check_given(cell.candidate, problem)
     cases = _run(cell, failure.problems(), timeout)[-len(failure.examples) :]
     failing = next((case for case in cases if not case.agrees), None)
     if failing is not None:
@@ -68,6 +71,26 @@ def _run(cell: Cell, problems: Sequence[Problem], timeout: float) -> list[CaseRe
         with suppress(UsageError):  # the new process may not know the property
             return run_in_child(cell, problems, timeout)
     return run_cases(cell, problems, timeout)
+
+
+def _check_given(candidate: Candidate, problem: Problem) -> None:
+    """Refuses a problem that a candidate's conventions rule out, as they may since it failed.
+
+    Raises:
+        UsageError: if they do.
+    """
+    own = candidate.conventions
+    if own.ranks_have_tokens and "rank" in problem.partition.empty:
+        said = f"empty_ranks={own.empty_ranks!r}" if own.empty_ranks == "refused" else f"untrained={own.untrained!r}"
+        raise UsageError(
+            f"candidate {candidate.name!r} declares {said}, so it is never given a rank without a token, but the "
+            "problem has one; nothing is to be judged, unless you remove the convention"
+        )
+    if own.untrained != "zero" and not is_given(candidate, BoundProblem(candidate.spec, problem), problem.partition):
+        raise UsageError(
+            f"candidate {candidate.name!r} declares untrained={own.untrained!r}, but in a call of the problem nothing "
+            "is trained; nothing is to be judged, unless you remove the convention"
+        )
 
 
 def _check_memory(problem: Problem) -> None:
