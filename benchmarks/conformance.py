@@ -13,7 +13,7 @@ import argparse
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lossgate.adapters import LIBRARIES
@@ -52,17 +52,18 @@ def _versions(versions: Mapping[str, str]) -> str:
 def _findings() -> Iterator[str]:
     yield "## Findings"
     yield ""
-    yield "| `lossgate findings ...` | what is wrong | kind | found in | where | shown by |"
-    yield "|---|---|---|---|---|---|"
+    yield "| `lossgate findings ...` | what is wrong | kind | found in | where | shown by | upstream |"
+    yield "|---|---|---|---|---|---|---|"
     for severity in Severity:
         for finding in FINDINGS.values():
             if finding.severity is severity:
                 version = f"{finding.of.package} {', '.join(finding.versions)}"
                 version += f", mended in {finding.mended_in}" if finding.mended_in else ""
-                version += f"; [known there]({finding.upstream})" if finding.upstream else ""
+                number = finding.upstream.rpartition("/")[2]
+                known = f"[#{number}]({finding.upstream})" if finding.upstream else ""
                 name = f"`{finding.name}`"
                 where = finding.cause.partition(": ")[0] if finding.of.is_release else finding.cause
-                row = name, finding.sentence, severity, version, f"`{where}`", finding.shown_by
+                row = name, finding.sentence, severity, version, f"`{where}`", finding.shown_by, known
                 yield f"| {' | '.join(row)} |"
 
 
@@ -71,10 +72,10 @@ def _verdicts(cells: dict[str, list[CellRecord]], made_with: str) -> Iterator[st
     yield ""
     yield f"With {made_with}."
     for library in LIBRARIES.values():
-        own = [entry for entry in library.entry_points if entry in cells]
+        own = {entry: cells[entry] for entry in library.entry_points if entry in cells}
         if not own:
             continue
-        newest = max(cell.time for entry in own for cell in cells[entry])
+        newest = max(cell.time for of_entry in own.values() for cell in of_entry)
         yield ""
         yield f"### {library.package}"
         yield ""
@@ -83,47 +84,100 @@ def _verdicts(cells: dict[str, list[CellRecord]], made_with: str) -> Iterator[st
         yield ""
         yield "| entry point | loss | where | verdict | what else | detects | s |"
         yield "|---|---|---|---|---|---|---|"
-        for entry in own:
-            yield _row(entry, cells[entry])
+        for entry, of_entry in own.items():
+            yield _row(entry, of_entry)
+        yield from _not_given(own)
 
 
 def _row(entry: str, cells: Sequence[CellRecord]) -> str:
-    worst = min(cells, key=lambda cell: _WORST_FIRST.index(cell.outcome))
-    where = ", ".join(dict.fromkeys(f"{cell.layout} {cell.dtype}" for cell in cells))
-    effects = [cell.mde for cell in cells if cell.mde is not None and cell.outcome is not Outcome.DISAGREE]
-    seen = percent(max(effects)) if effects else ""
-    seconds = round(sum(cell.seconds for cell in cells))
-    loss = f"{worst.spec} from {worst.head}"
-    return f"| `{entry}` | {loss} | {where} | {_verdict(entry, worst)} | {_beside(entry, worst)} | {seen} | {seconds} |"
+    worst = min(cells, key=_badness)
+    seen = defaultdict[str, list[float]](list)
+    for cell in cells:
+        if cell.mde is not None and cell.outcome is not Outcome.DISAGREE:
+            seen[cell.dtype].append(cell.mde)
+    row = (
+        f"`{entry}`",
+        f"{worst.spec} from {worst.head}",
+        _places(cells, ()),
+        _verdicts_of(entry, cells),
+        _beside(entry, cells),
+        " / ".join(percent(max(effects)) for effects in seen.values()),
+        f"{sum(cell.seconds for cell in cells):.0f}",
+    )
+    return f"| {' | '.join(row)} |"
+
+
+def _badness(cell: CellRecord) -> int:
+    return _WORST_FIRST.index(cell.outcome)
+
+
+def _axes(cell: CellRecord) -> str:
+    """Returns the axes that are split, such as "dp+tp"."""
+    return "+".join(part.partition("=")[0] for part in cell.layout.split(",")).replace("single", "one rank")
+
+
+def _places(cells: Iterable[CellRecord], others: Iterable[CellRecord]) -> str:
+    """Returns the axes and dtypes of cells, without dtypes if they are those of the others, too."""
+    dtypes = dict.fromkeys(cell.dtype for cell in cells)
+    axes = ", ".join(dict.fromkeys(map(_axes, cells)))
+    return axes if {*dtypes} == {cell.dtype for cell in others} else f"{axes}; {', '.join(dtypes)}"
+
+
+def _verdicts_of(entry: str, cells: Sequence[CellRecord]) -> str:
+    """Returns the verdict in words. If it is not one everywhere: each with its places, the worst
+    first. Of layouts that split the same axes the worst one counts.
+    """
+    worst = dict[tuple[str, str], CellRecord]()
+    for cell in sorted(cells, key=_badness):
+        worst.setdefault((_axes(cell), cell.dtype), cell)
+    said = defaultdict[str, list[CellRecord]](list)
+    for cell in worst.values():
+        said[_verdict(entry, cell)].append(cell)
+    if len(said) == 1:
+        return next(iter(said))
+    return "; ".join(f"{words} ({_places(own, cells)})" for words, own in said.items())
 
 
 def _findings_of(entry: str) -> list[Finding]:
     return [finding for finding in FINDINGS.values() if entry in finding.entry_points]
 
 
-def _verdict(entry: str, worst: CellRecord) -> str:
+def _verdict(entry: str, cell: CellRecord) -> str:
     """Returns the verdict in words; if it is DISAGREE, what the worst finding says that it is."""
     found = [finding.severity for finding in _findings_of(entry)]
-    if worst.outcome is Outcome.DISAGREE and found:
+    if cell.outcome is Outcome.DISAGREE and found:
         return f"**{min(found, key=list(Severity).index)}**"
-    return _IN_WORDS[worst.outcome]
+    return _IN_WORDS[cell.outcome]
 
 
-def _beside(entry: str, cell: CellRecord) -> str:
+def _beside(entry: str, cells: Sequence[CellRecord]) -> str:
     """Returns what a reader should know beside the verdict: why it is not AGREE, the findings that
     explain it, and the conventions that callers must keep to.
     """
-    said = list[str]()
-    found = _findings_of(entry)
-    if cell.outcome is Outcome.DISAGREE and not found:
-        said.append(_PLACE.sub("", cell.cause or next(iter(cell.reasons), "")))
-    elif cell.broken:
-        said.append(f"not kept: {', '.join(cell.broken)}")
+    said, found, worst = list[str](), _findings_of(entry), min(cells, key=_badness)
+    if worst.outcome is Outcome.DISAGREE and not found:
+        said.append(_PLACE.sub("", worst.cause or next(iter(worst.reasons), "")))
+    elif broken := dict.fromkeys(name for cell in cells for name in cell.broken):
+        said.append(f"not kept: {', '.join(broken)}")
     if found:
         said.append(f"see {', '.join(f'`{finding.name}`' for finding in found)}")
-    if cell.conventions:
-        said.append(", ".join(f"`{name}`" for name in cell.conventions))
+    if conventions := dict.fromkeys(name for cell in cells for name in cell.conventions):
+        said.append(", ".join(f"`{name}`" for name in conventions))
     return "; ".join(said).replace("|", "\\|").replace("\n", " ")
+
+
+def _not_given(own: Mapping[str, Sequence[CellRecord]]) -> Iterator[str]:
+    """Yields what the entry points of a library are never given, each with the reason."""
+    entries = defaultdict[tuple[str, str], list[str]](list)
+    for entry, cells in own.items():
+        for what in dict.fromkeys(item for cell in cells for item in cell.excluded.items()):
+            entries[what].append(f"`{entry.partition('.')[2]}`")
+    if entries:
+        yield ""
+        yield "Never given:"
+        yield ""
+    for (scenario, reason), names in entries.items():
+        yield f"- {scenario}: {reason} ({', '.join(names)})"
 
 
 def main() -> int:

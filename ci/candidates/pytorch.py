@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lossgate import ANY, KnownFailure, Precision, candidate
 from lossgate.adapters import torch as upstream  # what is imported by name would be a candidate of this file too
-from lossgate.adapters.support import ignoring
+from lossgate.adapters.support import LOG_SOFTMAX, ignoring
 from lossgate.inputs import NllHidden, NllLogits
 from lossgate.options import NllOptions
 
@@ -24,7 +24,7 @@ KNOWN_FAILURES = Path(__file__).parent / "known_failures"
 @candidate(
     "nll",
     head="logits",
-    precision={"float32": Precision(), "bfloat16": upstream.BFLOAT16},
+    **LOG_SOFTMAX,
     good_for="single-rank means with at least one trained token",
     known_failure=KnownFailure(name="torch-1", example=KNOWN_FAILURES / "torch-1-mean-of-nothing.json"),
 )

@@ -5,7 +5,16 @@
 
 from types import SimpleNamespace
 
-from lossgate.adapters.support import BOTH, NO_SAMPLES, entry_of, load, pair_sums
+from lossgate.adapters.support import (
+    BOTH,
+    ICEPOP,
+    NO_SAMPLES,
+    TIS,
+    UPCASTS,
+    entry_of,
+    load,
+    pair_sums,
+)
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY
 
@@ -37,6 +46,22 @@ def ppo(x, o, mesh):
     return _actor(x, o)
 
 
+def _decoupled(x, o, action, lower=None):
+    bounds = {"lower": lower, "upper": o.truncated_importance_sampling_ratio}
+    of_tokens = SimpleNamespace(level="token", action=action, metric="ratio", agg="mean", **bounds)
+    return _actor(x, o, rejection_sampling=of_tokens)
+
+
+@entry("clipped_pg", "logprobs", under_mask="usual", counts="own", supports=_PG | TIS)
+def decoupled_tis(x, o, mesh):
+    return _decoupled(x, o, "clamp")
+
+
+@entry("clipped_pg", "logprobs", under_mask="usual", counts="own", supports=_PG | ICEPOP)
+def decoupled_icepop(x, o, mesh):
+    return _decoupled(x, o, "mask", o.truncated_importance_sampling_ratio_min)
+
+
 @entry("value", "values", under_mask="usual", counts="own", untrained="nan", supports={"cliprange": (0.2, 0.5)})
 def critic(x, o, mesh):
     return functional.ppo_critic_loss_fn(x.values, x.old_values, x.returns, o.cliprange, x.mask)[0]
@@ -60,7 +85,9 @@ def dpo_of_pairs(x, o, mesh):
     return functional.dpo_preference_loss(apart, beta=o.reference_policy_kl_penalty).mean()
 
 
-@entry("token_logprobs", "logits", empty_ranks="refused", **_SPLIT, supports=_EVEN, differentiable=("logprobs",))
+@entry(
+    "token_logprobs", "logits", **UPCASTS, empty_ranks="refused", **_SPLIT, supports=_EVEN, differentiable=("logprobs",)
+)
 def logprobs(x, o, mesh):
     return Outputs(logprobs=functional.gather_logprobs(x.logits, x.labels, 1.0, mesh.get_group("tp"), chunk_size=16))
 
@@ -68,6 +95,7 @@ def logprobs(x, o, mesh):
 @entry(
     "token_logprobs",
     "logits",
+    **UPCASTS,
     empty_ranks="refused",
     **_SPLIT,
     **BOTH,

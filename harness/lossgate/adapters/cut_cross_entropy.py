@@ -3,17 +3,23 @@
 
 # pyright: reportMissingParameterType=false
 
-from lossgate.adapters.support import entry_of, ignoring, load, mean
+from lossgate.adapters.support import (
+    entry_of,
+    ignoring,
+    load,
+    mean,
+    rounds,
+)
 
 entry = entry_of("cut_cross_entropy")
 compiled = load("cut_cross_entropy", "cut_cross_entropy.torch_compile")
 
 
-@entry("nll", "hidden")
+@entry("nll", "hidden", **rounds("logits", "dlogits"))
 def torch_compile(x, o, mesh):
     return mean(x, compiled.torch_compile_linear_cross_entropy(x.hidden, x.weight, ignoring(x), reduction="sum"))
 
 
-@entry("nll", "hidden", counts="own", untrained="nan")
+@entry("nll", "hidden", **rounds("logits", "dlogits"), counts="own", untrained="nan")
 def torch_compile_mean(x, o, mesh):
     return compiled.torch_compile_linear_cross_entropy(x.hidden, x.weight, ignoring(x))

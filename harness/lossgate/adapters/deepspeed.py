@@ -8,7 +8,14 @@ from types import SimpleNamespace
 import torch.distributed
 import torch.nn.functional as F
 
-from lossgate.adapters.support import IGNORED, entry_of, ignoring, load, mean
+from lossgate.adapters.support import (
+    IGNORED,
+    UPCASTS,
+    entry_of,
+    ignoring,
+    load,
+    mean,
+)
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.precision import Precision
 from lossgate.declaration.supports import ANY
@@ -28,17 +35,17 @@ def _losses(x, labels, mesh, reduction):
     return parallel.vocab_parallel_cross_entropy(x.logits, labels, **given, **bounds)
 
 
-@entry("nll", "logits", **_PARALLEL)
+@entry("nll", "logits", **UPCASTS, **_PARALLEL)
 def vocab_parallel_cross_entropy(x, o, mesh):
     return mean(x, _losses(x, ignoring(x), mesh, "sum"))
 
 
-@entry("nll", "logits", **_PARALLEL | {"axes": ("dp", "tp")}, counts="own")
+@entry("nll", "logits", **UPCASTS, **_PARALLEL | {"axes": ("dp", "tp")}, counts="own")
 def vocab_parallel_cross_entropy_mean(x, o, mesh):
     return _losses(x, ignoring(x), mesh, "mean")
 
 
-@entry("token_logprobs", "logits", **_PARALLEL, differentiable=("logprobs",))
+@entry("token_logprobs", "logits", **UPCASTS, **_PARALLEL, differentiable=("logprobs",))
 def vocab_parallel_logprobs(x, o, mesh):
     return Outputs(logprobs=-_losses(x, x.labels, mesh, "none"))
 

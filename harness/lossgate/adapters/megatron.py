@@ -3,7 +3,13 @@
 
 # pyright: reportMissingParameterType=false
 
-from lossgate.adapters.support import current_group, entry_of, load, mean
+from lossgate.adapters.support import (
+    UPCASTS,
+    current_group,
+    entry_of,
+    load,
+    mean,
+)
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.precision import Precision
 
@@ -21,22 +27,22 @@ _DECLARED = {"axes": ("dp", "cp", "tp"), "supports": {"vocab_split": "even"}} | 
 }
 
 
-@entry("nll", "logits", **_DECLARED)
+@entry("nll", "logits", **UPCASTS, **_DECLARED)
 def vocab_parallel_cross_entropy(x, o, mesh):
     return mean(x, plain.vocab_parallel_cross_entropy(x.logits, x.labels))
 
 
-@entry("nll", "logits", **_DECLARED, empty_ranks="refused", precision=Precision(dlogits="bfloat16"))
+@entry("nll", "logits", **UPCASTS, **_DECLARED, empty_ranks="refused", precision=Precision(dlogits="bfloat16"))
 def fused_vocab_parallel_cross_entropy(x, o, mesh):
     return mean(x, fused.fused_vocab_parallel_cross_entropy(x.logits, x.labels, mesh.get_group("tp")))
 
 
-@entry("token_logprobs", "logits", **_DECLARED, differentiable=("logprobs",))
+@entry("token_logprobs", "logits", **UPCASTS, **_DECLARED, differentiable=("logprobs",))
 def vocab_parallel_logprobs(x, o, mesh):
     return Outputs(logprobs=-plain.vocab_parallel_cross_entropy(x.logits, x.labels))
 
 
-@entry("label_smoothing", "logits", **_DECLARED, minus_inf="never")
+@entry("label_smoothing", "logits", **UPCASTS, **_DECLARED, minus_inf="never")
 def smoothed_cross_entropy(x, o, mesh):
     """Megatron leaves the label itself out of what it spreads: a * V / (V - 1) is a for all."""
     smoothing = o.smoothing * (x.vocab_size - 1) / x.vocab_size

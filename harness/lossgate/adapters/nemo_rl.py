@@ -6,7 +6,11 @@
 import torch
 from torch.nn.functional import pad
 
-from lossgate.adapters.support import entry_of, load
+from lossgate.adapters.support import (
+    UPCASTS,
+    entry_of,
+    load,
+)
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY, Excluded
 from lossgate.losses import SPECS
@@ -14,11 +18,15 @@ from lossgate.losses import SPECS
 _BARE = "nemo_rl nemo_rl.algorithms nemo_rl.algorithms.loss nemo_rl.distributed nemo_rl.models"
 _ABSENT = (
     "ray nemo_rl.algorithms.x_token nemo_rl.distributed.batched_data_dict nemo_rl.models.dtensor "
-    "nemo_rl.distributed.model_utils nemo_rl.utils nemo_rl.data wandb nemo_rl.models.policy"
+    "nemo_rl.utils nemo_rl.data wandb nemo_rl.models.policy"
 )
 
 entry = entry_of("nemo_rl")
 losses = load("nemo_rl", "nemo_rl.algorithms.loss.loss_functions", bare=_BARE, absent=_ABSENT)
+loss_utils = load("nemo_rl", "nemo_rl.algorithms.loss.utils", bare=_BARE, absent=_ABSENT)
+fusion_wrapper = load(
+    "nemo_rl", "nemo_rl.algorithms.loss.wrapper", "SequencePackingFusionLossWrapper", bare=_BARE, absent=_ABSENT
+)
 
 _EPSILON = {"epsilon": 1e-8}
 _NOT_THEIRS = ("temperature", "top_k", "top_p", "epsilon", "positive_nll_normaliser", "positive_example_nll_weight")
@@ -38,6 +46,7 @@ def _loss(made, x, given=None):
             data[theirs] = pad(x.to_rows(getattr(x, name)).float(), (1, 0))
     if isinstance(made, losses.DPOLossFn):
         data["reference_policy_logprobs"] = pad(x.to_rows(x.reference_logprobs), (0, 1))
+    data["input_ids"] = pad(x.to_rows(x.labels), (1, 0))
     counts = getattr(x, "valid_sequences", None), x.valid_tokens
     return made(x.to_rows(x.logprobs) if given is None else given, data, *counts)
 
@@ -67,6 +76,17 @@ def clipped_pg_with_metrics(x, o, mesh):
 @entry("nll", "logprobs", under_mask="usual", supports=_EPSILON)
 def nll(x, o, mesh):
     return _loss(losses.NLLLossFn(), x)[0]
+
+
+_PACKED = {"axes": ("dp", "tp"), "under_mask": "usual", "minus_inf": "never", "empty_ranks": "refused"}
+
+
+@entry("nll", "logits", **UPCASTS, **_PACKED, supports=_EPSILON | {"vocab_split": "even"})
+def packed_nll(x, o, mesh):
+    starts = x.cu_seqlens, x.cu_seqlens_padded
+    shard = mesh.get_local_rank("tp"), mesh.get_group("tp")
+    made = fusion_wrapper(losses.NLLLossFn(), loss_utils.prepare_packed_loss_input, *starts, *shard)
+    return _loss(made, x, x.logits[None])[0]
 
 
 _DPO = dict.fromkeys(

@@ -5,6 +5,7 @@
 
 from lossgate.adapters.support import (
     ICEPOP,
+    LOG_SOFTMAX,
     NO_SAMPLES,
     TIS,
     clamped_at,
@@ -109,11 +110,11 @@ def sft(x, o, mesh):
     return loss.SFTLoss()(*rows(x, "logprobs mask"))
 
 
-@entry("nll", "logits", tokens="rows", counts="own", untrained="nan")
+@entry("nll", "logits", **LOG_SOFTMAX, tokens="rows", counts="own", untrained="nan")
 def language_model(x, o, mesh):
     return loss.GPTLMLoss()(x.to_rows(x.logits), ignoring(x, x.input_ids))
 
 
-@entry("token_logprobs", "logits", differentiable=("logprobs",))
+@entry("token_logprobs", "logits", **LOG_SOFTMAX, empty_ranks="refused", differentiable=("logprobs",))
 def logprobs(x, o, mesh):
     return Outputs(logprobs=logits_of.log_probs_from_logits(x.logits, x.labels))

@@ -20,6 +20,7 @@ from lossgate.adapters import LIBRARIES
 from lossgate.base.errors import UsageError
 from lossgate.declaration.candidate import Candidate, Kernel, candidate
 from lossgate.declaration.conventions import Conventions
+from lossgate.declaration.precision import Precision
 from lossgate.declaration.supports import Excluded
 from lossgate.worlds.running import current_mesh
 
@@ -37,6 +38,8 @@ ICEPOP = _WEIGHED | {
     "truncated_importance_sampling_ratio_min": 0.5,
 }
 BOTH = {"differentiable": ("logprobs", "token_entropy")}
+UPCASTS = {"dtypes": ("float32", "bfloat16")}
+"""Of an entry point that computes in float32, whatever the dtype of its inputs is."""
 INTERPRETED: dict[str, Any] = {}
 """In ``supports`` of Triton's kernels: what is left out where they are interpreted."""
 if not torch.cuda.is_available():
@@ -48,6 +51,23 @@ def clamped_at(nats: int) -> dict[str, Excluded]:
     return {"ratios": Excluded("extreme", because=f"it clamps log-ratios at {nats} nats")}
 
 
+def rounds(*stages: str, grads_in_forward: bool = False, **given: Any) -> dict[str, Any]:
+    """Returns what an entry point declares that takes bfloat16, too, and rounds stages to it then.
+
+    Args:
+        stages: the names of ``Precision`` that are bfloat16 where the inputs are.
+        grads_in_forward: as in ``Precision``.
+        given: other arguments of ``Precision`` where the inputs are bfloat16.
+    """
+    rounded: Any = dict.fromkeys(stages, "bfloat16") | given
+    coarser = Precision(grads_in_forward=grads_in_forward, **rounded)
+    return UPCASTS | {"precision": {"float32": Precision(grads_in_forward=grads_in_forward), "bfloat16": coarser}}
+
+
+LOG_SOFTMAX = rounds("logits", "logsumexp", "logprobs", "dlogits", "loss")
+"""Of an entry point that calls PyTorch's log_softmax on its logits. On a CPU that keeps the sum of
+exponentials in the dtype of its input.
+"""
 _CONVENTIONS = [field.name for field in fields(Conventions)]
 
 

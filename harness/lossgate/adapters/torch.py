@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from lossgate.adapters.support import entry_of, ignoring, load
+from lossgate.adapters.support import (
+    LOG_SOFTMAX,
+    entry_of,
+    ignoring,
+    load,
+    rounds,
+)
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.precision import Precision
 from lossgate.declaration.supports import ANY
@@ -18,9 +24,6 @@ from lossgate.declaration.supports import ANY
 entry = entry_of("torch")
 load("torch", "torch.nn.functional")
 
-BFLOAT16 = Precision(logits="bfloat16", logsumexp="bfloat16", logprobs="bfloat16", dlogits="bfloat16", loss="bfloat16")
-"""On a CPU log_softmax keeps the sum of exponentials in the dtype of its input."""
-_TWO_DTYPES = {"dtypes": ("float32", "bfloat16"), "precision": {"float32": Precision(), "bfloat16": BFLOAT16}}
 CHUNK = 16
 
 
@@ -28,35 +31,44 @@ def normalised(total, x, o):
     return total if o.reduction == "sum" else total / x.valid_tokens.clamp(min=1)
 
 
-@entry("nll", "logits", **_TWO_DTYPES, axes=("dp", "cp"), supports={"reduction": ANY})
+@entry("nll", "logits", **LOG_SOFTMAX, axes=("dp", "cp"), supports={"reduction": ANY})
 def cross_entropy(x, o, mesh):
     return normalised(F.cross_entropy(x.logits, ignoring(x), reduction="sum"), x, o)
 
 
-@entry("nll", "logits", **_TWO_DTYPES, counts="own", untrained="nan")
+@entry("nll", "logits", **LOG_SOFTMAX, counts="own", untrained="nan")
 def cross_entropy_mean(x, o, mesh):
     return F.cross_entropy(x.logits, ignoring(x))
 
 
-@entry("nll", "logits", axes=("dp", "cp"))
+@entry("nll", "logits", **LOG_SOFTMAX, axes=("dp", "cp"))
 def nll_of_log_softmax(x, o, mesh):
     return normalised(F.nll_loss(x.logits.log_softmax(-1), ignoring(x), reduction="sum"), x, o)
 
 
-@entry("label_smoothing", "logits", minus_inf="never", axes=("dp", "cp"), supports={"smoothing": ANY})
+@entry("label_smoothing", "logits", **LOG_SOFTMAX, minus_inf="never", axes=("dp", "cp"), supports={"smoothing": ANY})
 def smoothed_cross_entropy(x, o, mesh):
     total = F.cross_entropy(x.logits, ignoring(x), reduction="sum", label_smoothing=o.smoothing)
     return total / x.valid_tokens.clamp(min=1)
 
 
-@entry("divergence", "logits", minus_inf="never", axes=("dp", "cp"), supports={"temperature": ANY})
+@entry(
+    "divergence", "logits", **rounds("logprobs"), minus_inf="never", axes=("dp", "cp"), supports={"temperature": ANY}
+)
 def kl_div(x, o, mesh):
     student, teacher = ((logits / o.temperature).log_softmax(-1) for logits in (x.logits, x.teacher_logits))
     losses = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     return losses.where(x.mask, 0.0).sum() / x.valid_tokens.clamp(min=1)
 
 
-@entry("token_logprobs", "logits", axes=("dp", "cp"), supports={"temperature": ANY}, differentiable=("logprobs",))
+@entry(
+    "token_logprobs",
+    "logits",
+    **LOG_SOFTMAX,
+    axes=("dp", "cp"),
+    supports={"temperature": ANY},
+    differentiable=("logprobs",),
+)
 def logprobs(x, o, mesh):
     return Outputs(logprobs=-F.cross_entropy(x.logits / o.temperature, x.labels, reduction="none"))
 
@@ -69,7 +81,7 @@ def linear(x, o, chunking):
 _LINEAR = {"axes": ("dp", "cp"), "supports": {"reduction": ANY, "bias": ANY}}
 
 
-@entry("nll", "hidden", **_LINEAR, **_TWO_DTYPES)
+@entry("nll", "hidden", **_LINEAR, **LOG_SOFTMAX)
 def linear_cross_entropy(x, o, mesh):
     return linear(x, o, None)
 

@@ -3,7 +3,13 @@
 
 # pyright: reportMissingParameterType=false
 
-from lossgate.adapters.support import entry_of, ignoring, load, mean
+from lossgate.adapters.support import (
+    UPCASTS,
+    entry_of,
+    ignoring,
+    load,
+    mean,
+)
 from lossgate.declaration.candidate import Outputs
 
 _ABSENT = "spmd_types torchtitan.config torchtitan.distributed torchtitan.tools"
@@ -15,18 +21,18 @@ losses.get_spmd_backend = lambda: "none"
 _PARALLEL = {"axes": ("dp", "cp", "tp"), "supports": {"vocab_split": "even"}}
 
 
-@entry("nll", "logits", axes=("dp", "cp"))
+@entry("nll", "logits", **UPCASTS, axes=("dp", "cp"))
 def cross_entropy(x, o, mesh):
     return mean(x, losses.cross_entropy_loss(x.logits, ignoring(x)))
 
 
-@entry("nll", "logits", **_PARALLEL)
+@entry("nll", "logits", **UPCASTS, **_PARALLEL)
 def parallel_cross_entropy(x, o, mesh):
     given = x.logits, ignoring(x), mesh.get_group("tp"), x.vocab_size
     return mean(x, losses._LossParallelCrossEntropy.apply(*given))
 
 
-@entry("token_logprobs", "logits", **_PARALLEL, differentiable=("logprobs",))
+@entry("token_logprobs", "logits", **UPCASTS, **_PARALLEL, differentiable=("logprobs",))
 def parallel_logprobs(x, o, mesh):
     given = x.logits, x.labels, mesh.get_group("tp"), x.vocab_size, "none"
     return Outputs(logprobs=-losses._LossParallelCrossEntropy.apply(*given))

@@ -3,7 +3,17 @@
 
 # pyright: reportMissingParameterType=false
 
-from lossgate.adapters.support import NO_SAMPLES, entry_of, ignoring, load, pair_sums, rows, rows_of_labels
+from lossgate.adapters.support import (
+    LOG_SOFTMAX,
+    NO_SAMPLES,
+    UPCASTS,
+    entry_of,
+    ignoring,
+    load,
+    pair_sums,
+    rows,
+    rows_of_labels,
+)
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY
 
@@ -32,28 +42,28 @@ def _entropy(x):
     return entropies.sum() / x.mask.sum().clamp(min=1)
 
 
-@entry("nll", "logits", counts="own", untrained="nan")
+@entry("nll", "logits", **UPCASTS, counts="own", untrained="nan")
 def chunked_cross_entropy(x, o, mesh):
     return losses.CEWithChunkedOutputLoss(_CHUNKS)(_chunks(x), rows_of_labels(x))
 
 
-@entry("divergence", "logits", **_OWN)
+@entry("divergence", "logits", **UPCASTS, **_OWN)
 def forward_kl(x, o, mesh):
     return losses.ForwardKLLoss()(x.logits, x.teacher_logits, ignoring(x)) - _entropy(x)
 
 
-@entry("divergence", "logits", **_OWN, supports=_REVERSE)
+@entry("divergence", "logits", **UPCASTS, **_OWN, supports=_REVERSE)
 def reverse_kl(x, o, mesh):
     return losses.ReverseKLLoss()(x.logits, x.teacher_logits, ignoring(x))
 
 
-@entry("divergence", "logits", **_OWN)
+@entry("divergence", "logits", **UPCASTS, **_OWN)
 def chunked_forward_kl(x, o, mesh):
     chunked = losses.ForwardKLWithChunkedOutputLoss(_CHUNKS)
     return chunked(_chunks(x), _chunks(x, "teacher_logits"), rows_of_labels(x)) - _entropy(x)
 
 
-@entry("divergence", "logits", **_OWN, untrained="nan", supports=_REVERSE)
+@entry("divergence", "logits", **UPCASTS, **_OWN, untrained="nan", supports=_REVERSE)
 def chunked_reverse_kl(x, o, mesh):
     chunked = losses.ReverseKLWithChunkedOutputLoss(_CHUNKS)
     return chunked(_chunks(x), _chunks(x, "teacher_logits"), rows_of_labels(x))
@@ -71,6 +81,6 @@ def ppo(x, o, mesh):
     return made(old, new, advantages, old, old, old, mask, mask)[0]
 
 
-@entry("token_logprobs", "logits", supports={"temperature": ANY}, differentiable=("logprobs",))
+@entry("token_logprobs", "logits", **LOG_SOFTMAX, supports={"temperature": ANY}, differentiable=("logprobs",))
 def logprobs(x, o, mesh):
     return Outputs(logprobs=sequences.logits_to_logprobs(x.logits[None], x.labels[None], o.temperature)[0])

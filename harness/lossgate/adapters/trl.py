@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from lossgate.adapters.support import (
     BOTH,
     FULL_RANKS,
+    LOG_SOFTMAX,
     NO_SAMPLES,
     ONE_EACH,
     UNBOUNDED_KL,
@@ -19,6 +20,7 @@ from lossgate.adapters.support import (
     entry_of,
     load,
     mean,
+    rounds,
     rows,
     rows_of_labels,
 )
@@ -167,12 +169,18 @@ def _jsd(x, o, beta):
     return gkd_trainer.generalized_jsd_loss(*logits, rows_of_labels(x), **given)
 
 
-@entry("divergence", "logits", minus_inf="never", supports={"temperature": ANY})
+@entry("divergence", "logits", **rounds("logprobs"), minus_inf="never", supports={"temperature": ANY})
 def gkd_forward(x, o, mesh):
     return _jsd(x, o, 0)
 
 
-@entry("divergence", "logits", minus_inf="never", supports={"temperature": ANY, "divergence_type": "reverse"})
+@entry(
+    "divergence",
+    "logits",
+    **rounds("logprobs"),
+    minus_inf="never",
+    supports={"temperature": ANY, "divergence_type": "reverse"},
+)
 def gkd_reverse(x, o, mesh):
     return _jsd(x, o, 1)
 
@@ -182,7 +190,15 @@ def gkd_jsd(x, o, mesh):
     return _jsd(x, o, o.beta)
 
 
-@entry("token_logprobs", "logits", minus_inf="never", empty_ranks="refused", supports={"temperature": ANY}, **BOTH)
+@entry(
+    "token_logprobs",
+    "logits",
+    **LOG_SOFTMAX,
+    minus_inf="never",
+    empty_ranks="refused",
+    supports={"temperature": ANY},
+    **BOTH,
+)
 def logprobs_and_entropy(x, o, mesh):
     logits, labels = x.to_rows(x.logits), x.to_rows(x.labels)
     found = selective_log_softmax(logits, labels, o.temperature), entropy_from_logits(logits / o.temperature)
@@ -192,14 +208,14 @@ def logprobs_and_entropy(x, o, mesh):
 _HEAD = {"temperature": ANY, "bias": ANY, "softcap": ANY}
 
 
-@entry("token_logprobs", "hidden", supports=_HEAD, tiles={"vocab": 16}, **BOTH)
+@entry("token_logprobs", "hidden", **rounds("logits", "dlogits"), supports=_HEAD, tiles={"vocab": 16}, **BOTH)
 def chunked_head(x, o, mesh):
     given = x.hidden, x.weight, x.bias, x.labels, o.temperature, 16, o.softcap
     logprobs, entropy, *_ = chunked_logprobs.apply(*given)
     return Outputs(logprobs=logprobs, token_entropy=entropy)
 
 
-@entry("nll", "hidden", supports=_HEAD, tiles={"vocab": 16})
+@entry("nll", "hidden", **rounds("logits", "dlogits"), supports=_HEAD, tiles={"vocab": 16})
 def chunked_nll(x, o, mesh):
     given = x.hidden, x.weight, x.bias, x.labels, o.temperature, 16, o.softcap
     return mean(x, -chunked_logprobs.apply(*given)[0])

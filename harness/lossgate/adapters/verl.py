@@ -6,6 +6,7 @@
 from lossgate.adapters.support import (
     BOTH,
     ICEPOP,
+    LOG_SOFTMAX,
     NO_SAMPLES,
     ONE_EACH,
     TIS,
@@ -13,6 +14,7 @@ from lossgate.adapters.support import (
     current_group,
     entry_of,
     load,
+    rounds,
     rows,
 )
 from lossgate.declaration.candidate import Outputs
@@ -111,13 +113,20 @@ def value(x, o, mesh):
     return algorithms.compute_value_loss(new, returns, old, mask, o.cliprange)[0]
 
 
-@entry("token_logprobs", "logits", empty_ranks="refused", minus_inf="never", **BOTH)
+@entry("token_logprobs", "logits", **LOG_SOFTMAX, empty_ranks="refused", minus_inf="never", **BOTH)
 def logprobs_and_entropy(x, o, mesh):
     entropy = torch_functional.entropy_from_logits(x.logits)
     return Outputs(logprobs=torch_functional.logprobs_from_logits(x.logits, x.labels), token_entropy=entropy)
 
 
-@entry("token_logprobs", "hidden", supports={"temperature": ANY}, tiles={"token": 16}, **BOTH)
+@entry(
+    "token_logprobs",
+    "hidden",
+    **rounds("logits", "entropy", "dlogits", "accumulate", chunk=16, returned={"token_entropy": "bfloat16"}),
+    supports={"temperature": ANY},
+    tiles={"token": 16},
+    **BOTH,
+)
 def fused_linear(x, o, mesh):
     logprobs, entropy = fused(chunk_size=16)(x.hidden, x.weight, x.labels, o.temperature)
     return Outputs(logprobs=logprobs, token_entropy=entropy)

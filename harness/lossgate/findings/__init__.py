@@ -56,7 +56,7 @@ class Finding:
     versions: tuple[str, ...]
     """The versions that have it, as far as they were tried."""
     upstream: str = ""
-    """Where the library's maintainers know of it; "" if nowhere that we know of."""
+    """The upstream issue or pull request that is about it; "" if we know of none."""
     mended_in: str = ""
     """The first version without it; "" if there is none that we know of."""
     needs_stand_ins: bool = False
@@ -76,7 +76,7 @@ class Finding:
     @property
     def sentence(self) -> str:
         """What is wrong, in a sentence."""
-        return self._paragraphs[0]
+        return " ".join(self._paragraphs[0].split())
 
     @property
     def cause(self) -> str:
@@ -90,7 +90,7 @@ class Finding:
     @property
     def why(self) -> str:
         """Why that line does it, in a sentence."""
-        return self._paragraphs[2]
+        return " ".join(self._paragraphs[2].split())
 
     @property
     def _paragraphs(self) -> list[str]:
@@ -175,26 +175,37 @@ def _found(
 
 
 _WRONG, _NAN, _CRASH, _METRIC, _CONVENTION = Severity
+_LIGER_LOGITS = "cross_entropy cross_entropy_mean smoothed_cross_entropy cross_entropy_with_z_loss"
+_LIGER_LINEAR = (
+    "fused_linear_cross_entropy fused_linear_cross_entropy_mean fused_linear_smoothed fused_linear_with_z_loss"
+)
 _KL = "forward_kl reverse_kl chunked_forward_kl"
 _SINCE_2_13 = ("2.13.0", "2.14.1")
+_LIGER = "https://github.com/linkedin/Liger-Kernel/"
+_VERL = "https://github.com/verl-project/verl/pull/"
 _MEGATRON = "https://github.com/NVIDIA/Megatron-LM/pull/"
 
 FINDINGS = {
     finding.name: finding
     for finding in (
-        _found("torch-mean-of-nothing", _CONVENTION, "nothing-trained", "cross_entropy_mean"),
+        _found(
+            "torch-mean-of-nothing",
+            _CONVENTION,
+            "nothing-trained",
+            "cross_entropy_mean",
+            upstream="https://github.com/pytorch/pytorch/issues/70348",
+        ),
         _found("torch-chunked-loss", _WRONG, "agreement", versions=_SINCE_2_13),
         _found("torch-chunked-gradients", _WRONG, "agreement", versions=_SINCE_2_13),
         _found("torch-empty-shard", _CRASH, "agreement"),
         _found("torch-confident-label", _WRONG, "agreement"),
-        _found("liger-stride", _WRONG, "strided-inputs", "cross_entropy"),
-        _found("liger-frozen-hidden", _WRONG, "frozen-inputs", "fused_linear_cross_entropy"),
+        _found("liger-stride", _WRONG, "strided-inputs", _LIGER_LOGITS, upstream=f"{_LIGER}pull/1251"),
+        _found("liger-frozen-hidden", _WRONG, "frozen-inputs", _LIGER_LINEAR),
         _found("liger-second-backward", _CONVENTION, "second-backward"),
-        _found(
-            "liger-linear-second-backward", _WRONG, "second-backward", "fused_linear_cross_entropy fused_linear_jsd"
-        ),
+        _found("liger-linear-second-backward", _WRONG, "second-backward", f"{_LIGER_LINEAR} fused_linear_jsd"),
         _found("liger-jsd-stride", _WRONG, "strided-inputs", "fused_linear_jsd"),
-        _found("liger-writes-logits", _CONVENTION, "inputs-kept"),
+        _found("liger-few-tokens", _WRONG, "idle-rank", "chunked_dapo chunked_cispo"),
+        _found("liger-writes-logits", _CONVENTION, "inputs-kept", upstream=f"{_LIGER}issues/343"),
         _found("liger-dpo-nothing-chosen", _NAN, "agreement", "chunked_dpo"),
         _found("deepspeed-upstream", _WRONG, "agreement", "tiled_sum"),
         _found("deepspeed-empty-tile", _CONVENTION, "agreement", "tiled_mean"),
@@ -215,20 +226,39 @@ FINDINGS = {
         ),
         _found("verl-no-rows", _CONVENTION, "microbatches", needs_stand_ins=True),
         _found("verl-nothing-trained", _CONVENTION, "nothing-trained", "vanilla", needs_stand_ins=True),
-        _found("verl-masked-nan", _CONVENTION, "masked-nan", "vanilla_of_sequences", needs_stand_ins=True),
+        _found(
+            "verl-masked-nan",
+            _CONVENTION,
+            "masked-nan",
+            "vanilla_of_sequences",
+            upstream=f"{_VERL}6349",
+            needs_stand_ins=True,
+        ),
         _found(
             "verl-icepop-rejects-all",
             _CRASH,
             "agreement",
             "icepop",
-            upstream="https://github.com/verl-project/verl/pull/7559",
+            upstream=f"{_VERL}7559",
             needs_stand_ins=True,
         ),
         _found("openrlhf-nothing-trained", _CONVENTION, "nothing-trained", "ppo", needs_stand_ins=True),
-        _found("openrlhf-masked-nan", _CONVENTION, "masked-nan", "ppo", needs_stand_ins=True),
+        _found(
+            "openrlhf-masked-nan",
+            _CONVENTION,
+            "masked-nan",
+            "ppo",
+            upstream="https://github.com/OpenRLHF/OpenRLHF/pull/1240",
+            needs_stand_ins=True,
+        ),
         _found("transformers-nothing-trained", _CONVENTION, "nothing-trained", "causal_lm"),
         _found(
-            "torchtune-nothing-trained", _CONVENTION, "nothing-trained", "chunked_cross_entropy", needs_stand_ins=True
+            "torchtune-nothing-trained",
+            _CONVENTION,
+            "nothing-trained",
+            "chunked_cross_entropy",
+            upstream="https://github.com/meta-pytorch/torchtune/issues/2341",
+            needs_stand_ins=True,
         ),
         _found("torchtune-kl-nothing-trained", _CRASH, "nothing-trained", _KL, needs_stand_ins=True),
         _found(
@@ -239,6 +269,7 @@ FINDINGS = {
             upstream="https://github.com/NVIDIA-NeMo/RL/pull/3753",
             needs_stand_ins=True,
         ),
+        _found("nemo_rl-packed-no-graph", _CRASH, "agreement", "packed_nll", needs_stand_ins=True),
         _found("nemo_rl-kl-overflow", _NAN, "agreement", "clipped_pg", needs_stand_ins=True),
         _found("cce-nothing-trained", _CONVENTION, "nothing-trained", "torch_compile_mean"),
     )
@@ -268,7 +299,7 @@ def show(finding: Finding, seen: Seen) -> str:
     ]
     if finding.upstream:
         lines.append(f"  upstream: {finding.upstream}")
-    for entry in finding.entry_points:
+    for entry in finding.entry_points[:1]:
         target = f"lossgate.adapters.{finding.library}:{entry}"
         lines.append(f"  to judge it: lossgate verify {target}, property {finding.shown_by}")
     return "\n".join([*lines, "", *(f"    {line}".rstrip() for line in finding.code.splitlines())])
