@@ -52,7 +52,7 @@ def _versions(versions: Mapping[str, str]) -> str:
 def _findings() -> Iterator[str]:
     yield "## Findings"
     yield ""
-    yield "| `lossgate findings ...` | what is wrong | kind | found in | where | shown by | upstream |"
+    yield "| `lossgate findings ...` | what is wrong | kind | found in | line | shown by | upstream |"
     yield "|---|---|---|---|---|---|---|"
     for severity in Severity:
         for finding in FINDINGS.values():
@@ -82,7 +82,7 @@ def _verdicts(cells: dict[str, list[CellRecord]], made_with: str) -> Iterator[st
         version = library.installed if library.is_release else f"at {library.known[-1]}"
         yield f"{library.package} {version}, judged on {newest[:10]}."
         yield ""
-        yield "| entry point | loss | where | verdict | what else | detects | s |"
+        yield "| entry point | loss | split | verdict | what else | detects | s |"
         yield "|---|---|---|---|---|---|---|"
         for entry, of_entry in own.items():
             yield _row(entry, of_entry)

@@ -22,6 +22,11 @@ def page(tmp_path: Path) -> str:
         made_evidence.cell(candidate="liger.jsd", conventions={"counts='own'": "it divides by its own counts"}),
         made_evidence.breaking("strided-inputs", candidate="liger.cross_entropy"),
         made_evidence.disagreeing(candidate="liger.chunked_dpo"),
+        *(made_evidence.cell(candidate="liger.chunked_dapo", layout=layout) for layout in ("single", "dp=2")),
+        *(made_evidence.disagreeing(candidate="liger.chunked_dapo", layout=layout) for layout in ("dp=3", "dp=2,cp=2")),
+        made_evidence.cell(candidate="liger.chunked_jsd", excluded={"ratios extreme": "it clamps them"}),
+        made_evidence.cell(candidate="liger.chunked_jsd", dtype="bfloat16", mde=0.25),
+        made_evidence.disagreeing(candidate="liger.chunked_jsd", dtype="bfloat16", layout="dp=2"),
         made_evidence.disagreeing(
             candidate="liger.triton_grpo", reasons=("rank 0 raised ValueError: no  [/home/me/it.py:7 in loss]",)
         ),
@@ -34,6 +39,20 @@ def test_a_row_has_the_verdict_and_what_readers_must_know(page: str) -> None:
     assert row(page, "liger.cross_entropy")[3:5] == ["numbers agree", "not kept: strided-inputs; see `liger-stride`"]
     assert row(page, "liger.chunked_dpo")[3] == "**NaN**"
     assert row(page, "liger.triton_grpo")[3] == "**numbers disagree**"
+
+
+def test_a_verdict_that_is_not_one_everywhere_has_its_places(page: str) -> None:
+    split, verdict = row(page, "liger.chunked_dapo")[2:4]
+    assert split == "one rank, dp, dp+cp; float32"
+    assert verdict == "**wrong number** (dp, dp+cp); agrees (one rank)"  # of dp=2 and dp=3 the worse one counts
+    split, verdict, _, detects = row(page, "liger.chunked_jsd")[2:6]
+    assert split == "one rank, dp; float32, bfloat16"
+    assert verdict == "**numbers disagree** (dp; bfloat16); agrees (one rank)"
+    assert detects.endswith(" / 25%")
+
+
+def test_what_a_library_is_never_given_stands_below_it(page: str) -> None:
+    assert "Never given:\n\n- ratios extreme: it clamps them (`chunked_jsd`)\n" in page
 
 
 def test_a_row_has_no_path_of_the_machine_that_judged(page: str) -> None:
@@ -51,6 +70,7 @@ def test_every_finding_has_a_row_the_worst_first(page: str) -> None:
         "liger-kernel 0.8.5",
         "`liger_kernel/ops/cross_entropy.py:459`",
         "strided-inputs",
+        f"[#1251]({FINDINGS['liger-stride'].upstream})",
     ]
     severities = [row(page, name)[2] for name in sorted(FINDINGS, key=lambda name: page.index(f"| `{name}` |"))]
     assert severities == sorted(severities, key=[*map(str, Severity)].index)

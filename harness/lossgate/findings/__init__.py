@@ -204,7 +204,7 @@ FINDINGS = {
         _found("liger-second-backward", _CONVENTION, "second-backward"),
         _found("liger-linear-second-backward", _WRONG, "second-backward", f"{_LIGER_LINEAR} fused_linear_jsd"),
         _found("liger-jsd-stride", _WRONG, "strided-inputs", "fused_linear_jsd"),
-        _found("liger-few-tokens", _WRONG, "idle-rank", "chunked_dapo chunked_cispo"),
+        _found("liger-few-tokens", _WRONG, "agreement", "chunked_dapo chunked_cispo"),
         _found("liger-writes-logits", _CONVENTION, "inputs-kept", upstream=f"{_LIGER}issues/343"),
         _found("liger-dpo-nothing-chosen", _NAN, "agreement", "chunked_dpo"),
         _found("deepspeed-upstream", _WRONG, "agreement", "tiled_sum"),
