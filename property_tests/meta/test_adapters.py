@@ -16,6 +16,7 @@ import pytest
 from lossgate import UsageError, adapters
 from lossgate.adapters import CHECKOUTS, LIBRARIES, Library, support
 from lossgate.declaration.loading import load_candidates
+from lossgate.declaration.precision import Precision
 from property_tests.meta.command_line import in_a_process
 
 FOLDER = Path(adapters.__file__).parent
@@ -154,3 +155,25 @@ def test_one_kernel_of_each_library_agrees(tmp_path: Path) -> None:
     done = in_a_process(tmp_path, "verify", *targets, *given)
     assert f"{len(here)} cells: {len(here)} AGREE" in done.stdout, done.stdout + done.stderr
     assert len(here) == len(JUDGED) or not os.environ.get("CI")
+
+
+ROUNDING = (
+    *("torch.kl_div", "trl.chunked_head", "verl.fused_linear", "megatron.vocab_parallel_cross_entropy"),
+    *("transformers.label_smoother", "cut_cross_entropy.torch_compile", "openrlhf.language_model"),
+)
+"""One for each way in which they round in bfloat16."""
+
+
+@pytest.mark.slow
+def test_they_round_to_bfloat16_where_they_declare_it(tmp_path: Path) -> None:
+    targets = [f"lossgate.adapters.{one.partition('.')[0]}:{one}" for one in ROUNDING]
+    given = ("--layout", "single", "--dtype", "bfloat16", "--property", "agreement", "--jobs", "1")
+    done = in_a_process(tmp_path, "verify", *targets, *given)
+    assert f"{len(ROUNDING)} cells: {len(ROUNDING)} AGREE" in done.stdout, done.stdout + done.stderr
+
+
+def test_what_rounds_does_so_in_bfloat16_alone() -> None:
+    declared = support.rounds("logits", "loss", grads_in_forward=True, returned="float32")["precision"]
+    assert declared["float32"] == Precision(grads_in_forward=True)
+    coarser = Precision(logits="bfloat16", loss="bfloat16", grads_in_forward=True, returned="float32")
+    assert declared["bfloat16"] == coarser

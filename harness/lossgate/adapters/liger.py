@@ -108,6 +108,13 @@ def fused_linear_jsd(x, o, mesh):
     return functional.liger_fused_linear_jsd(x.hidden, x.weight, *teacher, ignoring(x), **given)
 
 
+@entry("divergence", "hidden", **_HIDDEN, counts="own", supports=INTERPRETED | {"temperature": ANY})
+def fused_linear_kl(x, o, mesh):
+    teacher = (x.teacher_logits / o.temperature).softmax(-1)
+    given = {"shift_labels": ignoring(x), "temperature": o.temperature}
+    return functional.liger_fused_linear_kl_div(x.hidden, x.weight, teacher, **given)
+
+
 @entry("divergence", "hidden", **_FUNC, counts="own", supports=_SOFT)
 def chunked_jsd(x, o, mesh):
     made = chunked.LigerFusedLinearJSDLoss(0.0, 1.0, o.beta, temperature=o.temperature, compiled=False, chunk_size=16)
