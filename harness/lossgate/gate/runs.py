@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import islice
 
-from lossgate.engine.cell_record import CellKey
+from lossgate.engine.cell_record import CellKey, Verdict
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.records import EndRecord, Matrix, RunRecord, parse_time
 from lossgate.evidence.sealed import digest_of_cells, matrix_of
@@ -82,8 +82,12 @@ def incomplete(run: Run) -> Iterator[Blocker]:
     elif run.end.cells_digest != digest_of_cells([cell.digest for cell in run.cells]):
         yield _of(run, GateReason.DAMAGED, "its end was written for other cells. Verify again, into a new file")
     have = {cell.key for cell in run.cells}
+    failed = {cell.candidate for cell in run.cells if cell.verdict is Verdict.DISAGREE}
     for key in sorted(run.planned - have):
-        message = f"run {run.name} planned it, but has no result of it. Verify again, into a new file"
+        message = f"run {run.name} planned it, but has no result of it"
+        if key.candidate in failed:  # of cells that end alike, verify does not try all
+            message += ", as other cells of the candidate disagree: mend them first"
+        message += ". Verify again, into a new file"
         yield Blocker(reason=GateReason.MISSING, message=message, cell=key, where=run.where)
     if run.record is not None and run.end is not None:
         for key in sorted(have - run.planned):

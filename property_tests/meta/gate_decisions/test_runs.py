@@ -15,6 +15,7 @@ from property_tests.meta.gate_decisions.decided import CELLS, NOW, RULES, Gate, 
 from property_tests.meta.made_evidence import (
     COMMIT,
     cell,
+    disagreeing,
     run,
     whole_run,
 )
@@ -93,6 +94,14 @@ def test_a_run_that_is_not_as_it_should_be_closes_the_gate(gate: Gate, wrong: st
     verdict = gate.decide(change(whole_run(CELLS)))
     assert any(what is kind and message in text for what, text in reported(verdict)), reported(verdict)
     assert verdict.code is GateCode.CLOSED
+
+
+def test_a_cell_that_was_not_tried_since_others_fail_alike_is_told_so(gate: Gate) -> None:
+    cells = [disagreeing(), *CELLS[1:]]
+    planned = (*(one.key for one in cells), cell(layout="cp=2").key)
+    verdict = gate.decide(replaced(0, cells=planned)(whole_run(cells)))
+    message = "run run-1 planned it, but has no result of it, as other cells of the candidate disagree: mend them first"
+    assert any(message in text for what, text in reported(verdict) if what is GateReason.MISSING), reported(verdict)
 
 
 def test_two_starts_of_one_run_close_the_gate(gate: Gate) -> None:
