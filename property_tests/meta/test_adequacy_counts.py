@@ -36,7 +36,7 @@ COUNTS = {  # at head logprobs, options of logits have no mutants
     ("nll", "hidden"): (19, 19, 7, 16),
     ("nll", "logits"): (19, 17, 5, 16),
     ("nll", "logprobs"): (19, 8, 3, 8),
-    ("preference", "rewards"): (19, 9, 6, 4),
+    ("preference", "rewards"): (19, 8, 6, 4),
     ("softcap", "hidden"): (19, 19, 7, 4),
     ("softcap", "logits"): (19, 17, 5, 4),
     ("token_logprobs", "hidden"): (21, 21, 9, 36),
@@ -47,7 +47,7 @@ COUNTS = {  # at head logprobs, options of logits have no mutants
 }
 
 _OF_VOCABULARY = {name for name, goal in SHARDING_GOALS.items() if goal.axes == ("tp",)}
-_OF_TOKENS = {"rank with nothing trained", "trained on several cp ranks"}
+_OF_TOKENS = {"rank with nothing trained", "fewer trained than dp ranks", "trained on several cp ranks"}
 _OF_ONE_RANK = {name for name, goal in SHARDING_GOALS.items() if not goal.axes}
 
 

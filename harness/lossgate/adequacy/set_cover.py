@@ -12,7 +12,7 @@ from lossgate.base.layout import Layout
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.supports import ANY
 from lossgate.specs.coverage_goals import CoverageGoal
-from lossgate.specs.sharding_goals import NEED_UNTRAINED, SEVERAL_RANKS
+from lossgate.specs.sharding_goals import FEW_TRAINED, NEED_UNTRAINED, SEVERAL_RANKS
 
 
 def choose(placed: Sequence[Placed], wanted: Collection[str], least: int, chance: Random) -> list[Placed]:
@@ -69,10 +69,14 @@ def _union(masks: Iterable[int]) -> int:
 
 def required_goals(candidate: Candidate, layout: Layout, dtype: str) -> dict[str, CoverageGoal]:
     """Returns the goals that a problem of this candidate on this layout can reach, by name."""
-    goals = candidate.spec.all_goals
-    reachable = {name: goal for name, goal in goals.items() if _reachable(goal, candidate, layout, dtype)}
-    unreachable = NEED_UNTRAINED if candidate.conventions.calls_need_training else ()
-    return {name: goal for name, goal in reachable.items() if name not in unreachable}
+    unreachable = NEED_UNTRAINED if candidate.conventions.calls_need_training else frozenset[str]()
+    if candidate.spec.trained_dim != "token":  # a group of sequences trains at least as many as ranks
+        unreachable |= {FEW_TRAINED}
+    return {
+        name: goal
+        for name, goal in candidate.spec.all_goals.items()
+        if name not in unreachable and _reachable(goal, candidate, layout, dtype)
+    }
 
 
 def _reachable(goal: CoverageGoal, candidate: Candidate, layout: Layout, dtype: str) -> bool:

@@ -22,8 +22,7 @@ _GAPS = 3
 with a few, because masks are drawn at random."""
 _THREE = 3
 """The fewest ranks of which one can usefully be empty. Of two ranks one is empty only if the
-vocabulary has a single row. Then the loss is 0, and only a crash can show. It is also the fewest dp
-ranks that can be more than a pair of trained sequences."""
+vocabulary has a single row. Then the loss is 0, and only a crash can show."""
 _UNEVEN = 2
 """Ranks have clearly different numbers of trained tokens if one has this many times another's."""
 
@@ -52,9 +51,7 @@ SHARDING_GOALS: Mapping[str, CoverageGoal] = {
         meaning="a rank without any trained token, while another has some", axes=("dp", "cp"), heads=_PER_TOKEN
     ),
     FEW_TRAINED: CoverageGoal(
-        meaning="trained tokens, or sequences for a loss of whole ones, but fewer than there are dp ranks",
-        axes=("dp",),
-        least_ranks=_THREE,
+        meaning="some trained tokens, but fewer than dp ranks", axes=("dp",), heads=_PER_TOKEN, least_ranks=_THREE
     ),
     "rank without a sequence": CoverageGoal(
         meaning="a dp rank without any sequence", axes=("dp",), unreachable_if={"empty": ("sequence", "shard")}

@@ -21,8 +21,6 @@ from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec, trained_by_mask
 
-_SHARED: tuple[Axis, ...] = ("dp", "cp")
-"""The axes over whose ranks the tokens of a batch are shared out."""
 _AXES: tuple[tuple[Axis, ...], ...] = (("dp",), ("cp",), ("dp", "cp"))
 
 
@@ -139,7 +137,7 @@ def _sums_over(axes: tuple[Axis, ...], setting: Setting) -> bool:
 
 def _parts(setting: Setting, axes: tuple[Axis, ...], names: tuple[str, ...], how: str) -> list[tuple[float, Fields]]:
     parts = list(rank_by_rank(setting, axes, names, mean=how == "mean"))
-    ranks = prod(setting.size(axis) for axis in axes)
+    ranks = _ranks(axes, setting)
     if how == "times ranks":
         return [(weight, {**own, **{name: own[name] * ranks for name in names}}) for weight, own in parts]
     if how.startswith("mean by"):
@@ -178,13 +176,13 @@ def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:
             f"divide by {name} as it is given",
             fields=partial(_put, name, count),
         )
-    for axis in _SHARED:
+    for axes in _AXES:
         yield mistake(
-            f"{name} at least 1 on each rank of {axis}",
-            f"{name} is divided by the number of ranks of {axis} first, and bounded below by 1 then",
-            partial(_is_few, _Reads((name,), (axis,)), axis),
+            f"{name} at least 1 on each rank of {'+'.join(axes)}",
+            f"{name} is divided by the number of ranks of {' and '.join(axes)} first, and bounded below by 1 then",
+            partial(_is_few, _Reads((name,), axes)),
             f"bound {name} below by 1 before it is divided by the number of ranks",
-            fields=partial(_put, name, partial(_at_least_ranks, axis)),
+            fields=partial(_put, name, partial(_at_least_ranks, axes)),
         )
     for of, (axes, is_least, change) in _ROUNDED.items():
         yield mistake(
@@ -213,13 +211,17 @@ def _times(axis: Axis, setting: Setting, given: Tensor) -> Tensor:
     return given * setting.size(axis)
 
 
-def _is_few(reads: _Reads, axis: Axis, setting: Setting) -> bool:
+def _is_few(reads: _Reads, setting: Setting) -> bool:
     (name,) = reads.names
-    return bool(0 < setting.fields[name] < setting.size(axis)) and reads(setting)
+    return bool(0 < setting.fields[name] < _ranks(reads.axes, setting)) and reads(setting)
 
 
-def _at_least_ranks(axis: Axis, setting: Setting, given: Tensor) -> Tensor:
-    return given.clamp(min=setting.size(axis))
+def _at_least_ranks(axes: tuple[Axis, ...], setting: Setting, given: Tensor) -> Tensor:
+    return given.clamp(min=_ranks(axes, setting))
+
+
+def _ranks(axes: tuple[Axis, ...], setting: Setting) -> int:
+    return prod(setting.size(axis) for axis in axes)
 
 
 def _labels(setting: Setting, given: Tensor) -> Tensor:
