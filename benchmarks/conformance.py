@@ -14,6 +14,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 
 from lossgate.adapters import LIBRARIES
@@ -91,20 +92,25 @@ def _verdicts(cells: dict[str, list[CellRecord]], made_with: str) -> Iterator[st
 
 def _row(entry: str, cells: Sequence[CellRecord]) -> str:
     worst = min(cells, key=_badness)
-    seen = defaultdict[str, list[float]](list)
-    for cell in cells:
-        if cell.mde is not None and cell.outcome is not Outcome.DISAGREE:
-            seen[cell.dtype].append(cell.mde)
     row = (
         f"`{entry}`",
         f"{worst.spec} from {worst.head}",
-        _places(cells, ()),
+        _places(cells),
         _verdicts_of(entry, cells),
         _beside(entry, cells),
-        " / ".join(percent(max(effects)) for effects in seen.values()),
+        _detects(cells),
         f"{sum(cell.seconds for cell in cells):.0f}",
     )
     return f"| {' | '.join(row)} |"
+
+
+def _detects(cells: Iterable[CellRecord]) -> str:
+    """Returns the smallest error in scale that would have been found on every layout, by dtype."""
+    effects = dict.fromkeys((cell.dtype for cell in cells), 0.0)
+    for cell in cells:
+        told = cell.mde is not None and cell.outcome is not Outcome.DISAGREE
+        effects[cell.dtype] = max(effects[cell.dtype], cell.mde or 0.0) if told else inf
+    return " / ".join("-" if effect == inf else percent(effect) for effect in effects.values())
 
 
 def _badness(cell: CellRecord) -> int:
@@ -116,11 +122,15 @@ def _axes(cell: CellRecord) -> str:
     return "+".join(part.partition("=")[0] for part in cell.layout.split(",")).replace("single", "one rank")
 
 
-def _places(cells: Iterable[CellRecord], others: Iterable[CellRecord]) -> str:
+def _places(cells: Iterable[CellRecord], others: Iterable[CellRecord] = ()) -> str:
     """Returns the axes and dtypes of cells, without dtypes if they are those of the others, too."""
-    dtypes = dict.fromkeys(cell.dtype for cell in cells)
-    axes = ", ".join(dict.fromkeys(map(_axes, cells)))
-    return axes if {*dtypes} == {cell.dtype for cell in others} else f"{axes}; {', '.join(dtypes)}"
+    axes = defaultdict[str, dict[str, None]](dict)
+    for cell in cells:
+        axes[cell.dtype][_axes(cell)] = None
+    first = next(iter(axes.values()))
+    if any(own.keys() != first.keys() for own in axes.values()):
+        return "; ".join(f"{dtype}: {', '.join(own)}" for dtype, own in axes.items())
+    return ", ".join(first) + ("" if {*axes} == {cell.dtype for cell in others} else f"; {', '.join(axes)}")
 
 
 def _verdicts_of(entry: str, cells: Sequence[CellRecord]) -> str:
@@ -174,10 +184,10 @@ def _not_given(own: Mapping[str, Sequence[CellRecord]]) -> Iterator[str]:
             entries[what].append(f"`{entry.partition('.')[2]}`")
     if entries:
         yield ""
-        yield "Never given:"
+        yield "Its problems never have:"
         yield ""
     for (scenario, reason), names in entries.items():
-        yield f"- {scenario}: {reason} ({', '.join(names)})"
+        yield f"- `{scenario}`: {reason} ({', '.join(names)})"
 
 
 def main() -> int:

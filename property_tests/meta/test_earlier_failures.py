@@ -185,5 +185,5 @@ def test_a_problem_that_a_convention_rules_out_since_then_is_not_judged(
     failure = read_failure(written)
     failure = replace(failure, examples=(replace(failure.examples[0], problem=of_none),))
     declared = replace(cell, candidate=replace(needs_a_trained_token, conventions=Conventions(untrained="nan")))
-    with pytest.raises(UsageError, match=r"declares untrained='nan', but in a call of the problem nothing is trained"):
+    with pytest.raises(UsageError, match=r"declares untrained='nan', and in a call of the problem nothing is trained"):
         judge_again(failure, declared, timeout=60.0)

@@ -5,16 +5,7 @@
 
 from types import SimpleNamespace
 
-from lossgate.adapters.support import (
-    BOTH,
-    ICEPOP,
-    NO_SAMPLES,
-    TIS,
-    UPCASTS,
-    entry_of,
-    load,
-    pair_sums,
-)
+from lossgate.adapters.support import BOTH, ICEPOP, NO_SAMPLES, TIS, UPCASTS, entry_of, load, pair_sums
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY
 

@@ -3,13 +3,7 @@
 
 # pyright: reportMissingParameterType=false
 
-from lossgate.adapters.support import (
-    entry_of,
-    ignoring,
-    load,
-    mean,
-    rounds,
-)
+from lossgate.adapters.support import entry_of, ignoring, load, mean, rounds
 
 entry = entry_of("cut_cross_entropy")
 compiled = load("cut_cross_entropy", "cut_cross_entropy.torch_compile")

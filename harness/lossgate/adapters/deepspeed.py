@@ -8,14 +8,7 @@ from types import SimpleNamespace
 import torch.distributed
 import torch.nn.functional as F
 
-from lossgate.adapters.support import (
-    IGNORED,
-    UPCASTS,
-    entry_of,
-    ignoring,
-    load,
-    mean,
-)
+from lossgate.adapters.support import IGNORED, UPCASTS, entry_of, ignoring, load, mean
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.precision import Precision
 from lossgate.declaration.supports import ANY

@@ -3,13 +3,7 @@
 
 # pyright: reportMissingParameterType=false
 
-from lossgate.adapters.support import (
-    UPCASTS,
-    current_group,
-    entry_of,
-    load,
-    mean,
-)
+from lossgate.adapters.support import UPCASTS, current_group, entry_of, load, mean
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.precision import Precision
 

@@ -6,11 +6,7 @@
 import torch
 from torch.nn.functional import pad
 
-from lossgate.adapters.support import (
-    UPCASTS,
-    entry_of,
-    load,
-)
+from lossgate.adapters.support import NO_GRAPH, UPCASTS, entry_of, load
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY, Excluded
 from lossgate.losses import SPECS
@@ -78,10 +74,10 @@ def nll(x, o, mesh):
     return _loss(losses.NLLLossFn(), x)[0]
 
 
-_PACKED = {"axes": ("dp", "tp"), "under_mask": "usual", "minus_inf": "never", "empty_ranks": "refused"}
+_PACKED = {"axes": ("dp", "tp"), "under_mask": "usual", "minus_inf": "never"}
 
 
-@entry("nll", "logits", **UPCASTS, **_PACKED, supports=_EPSILON | {"vocab_split": "even"})
+@entry("nll", "logits", **UPCASTS, **_PACKED, supports=_EPSILON | NO_GRAPH | {"vocab_split": "even"})
 def packed_nll(x, o, mesh):
     starts = x.cu_seqlens, x.cu_seqlens_padded
     shard = mesh.get_local_rank("tp"), mesh.get_group("tp")

@@ -16,7 +16,7 @@ from lossgate.adapters.support import (
     rows,
 )
 from lossgate.declaration.candidate import Outputs
-from lossgate.declaration.supports import ANY
+from lossgate.declaration.supports import ANY, Excluded
 
 entry = entry_of("openrlhf")
 loss = load("openrlhf", "openrlhf.models.loss", bare="openrlhf openrlhf.models", absent="deepspeed")
@@ -115,6 +115,9 @@ def language_model(x, o, mesh):
     return loss.GPTLMLoss()(x.to_rows(x.logits), ignoring(x, x.input_ids))
 
 
-@entry("token_logprobs", "logits", **LOG_SOFTMAX, empty_ranks="refused", differentiable=("logprobs",))
+_NO_ROWS = {"empty": Excluded("rank", because="in bfloat16 it stacks rows, and no rows raise an error")}
+
+
+@entry("token_logprobs", "logits", **LOG_SOFTMAX, supports=_NO_ROWS, differentiable=("logprobs",))
 def logprobs(x, o, mesh):
     return Outputs(logprobs=logits_of.log_probs_from_logits(x.logits, x.labels))

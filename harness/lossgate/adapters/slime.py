@@ -3,21 +3,14 @@
 
 # pyright: reportMissingParameterType=false
 
-from lossgate.adapters.support import (
-    BOTH,
-    NO_SAMPLES,
-    UPCASTS,
-    entry_of,
-    load,
-    mean,
-)
+from lossgate.adapters.support import BOTH, NO_GRAPH, NO_SAMPLES, UPCASTS, entry_of, load, mean
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY
 
 entry = entry_of("slime")
 utils = load("slime", "slime.utils.ppo_utils", bare="slime slime.utils")
 
-_SPLIT = {"axes": ("dp", "cp", "tp"), "supports": {"vocab_split": "even"}}
+_SPLIT = {"axes": ("dp", "cp", "tp"), "supports": {"vocab_split": "even"} | NO_GRAPH}
 _PG = {"reference_policy_kl_penalty": 0.0, "ratio_clip_min": ANY, "ratio_clip_max": ANY, "samples": NO_SAMPLES}
 
 
@@ -33,7 +26,7 @@ def cispo(x, o, mesh):
     return mean(x, utils.compute_cispo_loss(x.prev_logprobs - x.logprobs, x.logprobs, x.advantages, *clips)[0])
 
 
-@entry("token_logprobs", "logits", **UPCASTS, **_SPLIT, **BOTH, empty_ranks="refused", minus_inf="never")
+@entry("token_logprobs", "logits", **UPCASTS, **_SPLIT, **BOTH, minus_inf="never")
 def logprobs_and_entropy(x, o, mesh):
     given = {"with_entropy": True, "chunk_size": 16}
     found, entropy = utils.calculate_log_probs_and_entropy(x.logits, x.labels, mesh.get_group("tp"), **given)

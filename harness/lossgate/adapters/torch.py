@@ -10,13 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from lossgate.adapters.support import (
-    LOG_SOFTMAX,
-    entry_of,
-    ignoring,
-    load,
-    rounds,
-)
+from lossgate.adapters.support import LOG_SOFTMAX, entry_of, ignoring, load, rounds
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.precision import Precision
 from lossgate.declaration.supports import ANY
@@ -53,7 +47,12 @@ def smoothed_cross_entropy(x, o, mesh):
 
 
 @entry(
-    "divergence", "logits", **rounds("logprobs"), minus_inf="never", axes=("dp", "cp"), supports={"temperature": ANY}
+    "divergence",
+    "logits",
+    **rounds("logits", "logsumexp", "logprobs"),
+    minus_inf="never",
+    axes=("dp", "cp"),
+    supports={"temperature": ANY},
 )
 def kl_div(x, o, mesh):
     student, teacher = ((logits / o.temperature).log_softmax(-1) for logits in (x.logits, x.teacher_logits))

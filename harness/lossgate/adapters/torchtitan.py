@@ -3,13 +3,7 @@
 
 # pyright: reportMissingParameterType=false
 
-from lossgate.adapters.support import (
-    UPCASTS,
-    entry_of,
-    ignoring,
-    load,
-    mean,
-)
+from lossgate.adapters.support import UPCASTS, entry_of, ignoring, load, mean
 from lossgate.declaration.candidate import Outputs
 
 _ABSENT = "spmd_types torchtitan.config torchtitan.distributed torchtitan.tools"

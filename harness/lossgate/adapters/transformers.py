@@ -3,14 +3,7 @@
 
 # pyright: reportMissingParameterType=false
 
-from lossgate.adapters.support import (
-    UPCASTS,
-    entry_of,
-    ignoring,
-    load,
-    rounds,
-    rows_of_labels,
-)
+from lossgate.adapters.support import UPCASTS, entry_of, ignoring, load, rounds, rows_of_labels
 from lossgate.declaration.supports import ANY
 
 entry = entry_of("transformers")

@@ -169,7 +169,13 @@ def _jsd(x, o, beta):
     return gkd_trainer.generalized_jsd_loss(*logits, rows_of_labels(x), **given)
 
 
-@entry("divergence", "logits", **rounds("logprobs"), minus_inf="never", supports={"temperature": ANY})
+@entry(
+    "divergence",
+    "logits",
+    **rounds("logits", "logsumexp", "logprobs"),
+    minus_inf="never",
+    supports={"temperature": ANY},
+)
 def gkd_forward(x, o, mesh):
     return _jsd(x, o, 0)
 
@@ -177,7 +183,7 @@ def gkd_forward(x, o, mesh):
 @entry(
     "divergence",
     "logits",
-    **rounds("logprobs"),
+    **rounds("logits", "logsumexp", "logprobs"),
     minus_inf="never",
     supports={"temperature": ANY, "divergence_type": "reverse"},
 )

@@ -80,17 +80,19 @@ def _check_given(candidate: Candidate, problem: Problem) -> None:
         UsageError: if they do.
     """
     own = candidate.conventions
+    if problem.spec != candidate.spec.name:  # that is refused when the problem is run
+        return
     if own.ranks_have_tokens and "rank" in problem.partition.empty:
         said = f"empty_ranks={own.empty_ranks!r}" if own.empty_ranks == "refused" else f"untrained={own.untrained!r}"
-        raise UsageError(
-            f"candidate {candidate.name!r} declares {said}, so it is never given a rank without a token, but the "
-            "problem has one; nothing is to be judged, unless you remove the convention"
-        )
-    if own.untrained != "zero" and not is_given(candidate, BoundProblem(candidate.spec, problem), problem.partition):
-        raise UsageError(
-            f"candidate {candidate.name!r} declares untrained={own.untrained!r}, but in a call of the problem nothing "
-            "is trained; nothing is to be judged, unless you remove the convention"
-        )
+        lacks = "so it is never given a rank without a token, as the problem has"
+    elif own.untrained != "zero" and not is_given(candidate, BoundProblem(candidate.spec, problem), problem.partition):
+        said, lacks = f"untrained={own.untrained!r}", "and in a call of the problem nothing is trained"
+    else:
+        return
+    raise UsageError(
+        f"candidate {candidate.name!r} declares {said}, {lacks}: nothing is to be judged. Remove the file, or the "
+        "convention"
+    )
 
 
 def _check_memory(problem: Problem) -> None:

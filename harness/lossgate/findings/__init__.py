@@ -304,7 +304,7 @@ def show(finding: Finding, seen: Seen) -> str:
     ]
     if finding.upstream:
         lines.append(f"  upstream: {finding.upstream}")
-    for entry in finding.entry_points[:1]:
-        target = f"lossgate.adapters.{finding.library}:{entry}"
+    if finding.entry_points:
+        target = f"lossgate.adapters.{finding.library}:{finding.entry_points[0]}"
         lines.append(f"  to judge it: lossgate verify {target}, property {finding.shown_by}")
     return "\n".join([*lines, "", *(f"    {line}".rstrip() for line in finding.code.splitlines())])

@@ -82,11 +82,12 @@ def incomplete(run: Run) -> Iterator[Blocker]:
     elif run.end.cells_digest != digest_of_cells([cell.digest for cell in run.cells]):
         yield _of(run, GateReason.DAMAGED, "its end was written for other cells. Verify again, into a new file")
     have = {cell.key for cell in run.cells}
-    failed = {cell.candidate for cell in run.cells if cell.verdict is Verdict.DISAGREE}
+    others = {cell.candidate for cell in run.cells if cell.verdict is not Verdict.DISAGREE}
+    failed = {cell.candidate for cell in run.cells} - others if run.end and not run.end.stopped else set[str]()
     for key in sorted(run.planned - have):
         message = f"run {run.name} planned it, but has no result of it"
         if key.candidate in failed:  # of cells that end alike, verify does not try all
-            message += ", as other cells of the candidate disagree: mend them first"
+            message += ", probably as all others of the candidate disagree: mend them first"
         message += ". Verify again, into a new file"
         yield Blocker(reason=GateReason.MISSING, message=message, cell=key, where=run.where)
     if run.record is not None and run.end is not None:

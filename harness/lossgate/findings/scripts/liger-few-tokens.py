@@ -4,7 +4,8 @@
 Cause: liger_kernel/chunked_loss/fused_linear_ppo.py
     return torch.clamp(normalizer, min=1.0)
 
-The count is divided by the number of ranks before it is bounded; TRL bounds it before.
+The count is divided by the number of ranks before it is bounded; TRL bounds it before. The Triton
+kernel has the same line, in ops/grpo_loss.py.
 """
 
 import torch
