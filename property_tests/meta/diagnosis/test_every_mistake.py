@@ -61,6 +61,7 @@ NOTHING = {
     "sequences come in pairs": {
         "valid_sequences rounded down to a multiple of 2": ("dpo", "preference"),
         "valid_sequences rounded down to a multiple of dp": ("dpo", "preference"),
+        "valid_sequences at least 1 on each rank of [cd]p": ("dpo", "preference"),
     },
     "no other option forbids it, or what it is about is switched off there": {
         "disable_ppo_ratio as False, all else kept": ("clipped_pg",),
