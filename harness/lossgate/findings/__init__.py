@@ -210,6 +210,7 @@ FINDINGS = {
         ),
         _found("liger-jsd-stride", _WRONG, "strided-inputs", "fused_linear_jsd fused_linear_kl"),
         _found("liger-few-tokens", _WRONG, "agreement", "chunked_dapo chunked_cispo"),
+        _found("liger-collective-per-chunk", _CRASH, "agreement"),
         _found("liger-writes-logits", _CONVENTION, "inputs-kept", upstream=f"{_LIGER}issues/343"),
         _found("liger-dpo-nothing-chosen", _NAN, "agreement", "chunked_dpo"),
         _found("deepspeed-upstream", _WRONG, "agreement", "tiled_sum"),
@@ -222,6 +223,7 @@ FINDINGS = {
             "smoothed_cross_entropy",
             upstream=f"{_MEGATRON}7466",
         ),
+        _found("megatron-smoothing-tp", _WRONG, "agreement", "smoothed_cross_entropy"),
         _found(
             "megatron-writes-logits",
             _CONVENTION,
@@ -276,6 +278,7 @@ FINDINGS = {
         ),
         _found("nemo_rl-packed-no-graph", _CRASH, "agreement", "packed_nll", needs_stand_ins=True),
         _found("nemo_rl-kl-overflow", _NAN, "agreement", "clipped_pg", needs_stand_ins=True),
+        _found("areal-nothing-trained", _CONVENTION, "nothing-trained", "critic", needs_stand_ins=True),
         _found("cce-nothing-trained", _CONVENTION, "nothing-trained", "torch_compile_mean"),
     )
 }
