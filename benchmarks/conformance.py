@@ -184,10 +184,10 @@ def _not_given(own: Mapping[str, Sequence[CellRecord]]) -> Iterator[str]:
             entries[what].append(f"`{entry.partition('.')[2]}`")
     if entries:
         yield ""
-        yield "Its problems never have:"
-        yield ""
+        yield "| its problems never have | why | entry points |"
+        yield "|---|---|---|"
     for (scenario, reason), names in entries.items():
-        yield f"- `{scenario}`: {reason} ({', '.join(names)})"
+        yield f"| `{scenario}` | {reason} | {', '.join(names)} |"
 
 
 def main() -> int:

@@ -192,7 +192,7 @@ def test_a_value_that_is_out_of_range_is_refused_by_name() -> None:
 
 
 def test_goals_out_of_reach_are_not_required() -> None:
-    every = required_goals(dense_candidate(CLIPPED_PG, "hidden"), Layout(dp=2, cp=2, tp=3), "float32")
+    every = required_goals(dense_candidate(CLIPPED_PG, "hidden"), Layout(dp=3, cp=2, tp=3), "float32")
     assert every == CLIPPED_PG.all_goals
     plain = required_goals(declare({}), Layout(), "float32")
     assert set(every) - set(plain) == {
