@@ -24,6 +24,7 @@ from lossgate.findings import FINDINGS, Finding, Severity
 from lossgate.reports.shown_verdict import percent
 
 PAGE = Path(__file__).parents[1] / "docs/conformance.md"
+_ADAPTERS = "../harness/lossgate/adapters"
 _MARK = "<!-- Below: written by python benchmarks/conformance.py -->\n"
 _IN_WORDS = {
     Outcome.AGREE: "agrees",
@@ -81,7 +82,9 @@ def _verdicts(cells: dict[str, list[CellRecord]], made_with: str) -> Iterator[st
         yield f"### {library.package}"
         yield ""
         version = library.installed if library.is_release else f"at {library.known[-1]}"
-        yield f"{library.package} {version}, judged on {newest[:10]}."
+        adapter = f"[adapter]({_ADAPTERS}/{library.name}.py)"
+        yield f"{library.package} {version}, judged on {newest[:10]}, as its"
+        yield f"{adapter} calls it."
         yield ""
         yield "| entry point | loss | split | verdict | what else | detects | s |"
         yield "|---|---|---|---|---|---|---|"
@@ -154,7 +157,8 @@ def _findings_of(entry: str) -> list[Finding]:
 
 def _verdict(entry: str, cell: CellRecord) -> str:
     """Returns the verdict in words; if it is DISAGREE, what the worst finding says that it is."""
-    found = [finding.severity for finding in _findings_of(entry)]
+    split = {*_axes(cell).split("+")}
+    found = [one.severity for one in _findings_of(entry) if not one.axes or split.intersection(one.axes)]
     if cell.outcome is Outcome.DISAGREE and found:
         return f"**{min(found, key=list(Severity).index)}**"
     return _IN_WORDS[cell.outcome]

@@ -51,6 +51,12 @@ def test_a_verdict_that_is_not_one_everywhere_has_its_places(page: str) -> None:
     assert detects.endswith(" / -")
 
 
+def test_a_finding_of_an_axis_explains_no_cell_without_it() -> None:
+    alone, split = (made_evidence.disagreeing(candidate="liger.chunked_dapo", layout=one) for one in ("single", "dp=2"))
+    assert conformance._verdict("liger.chunked_dapo", alone) == "**numbers disagree**"
+    assert conformance._verdict("liger.chunked_dapo", split) == "**wrong number**"
+
+
 def test_what_a_library_is_never_given_stands_below_it(page: str) -> None:
     assert row(page, "ratios extreme") == ["`ratios extreme`", "it clamps them", "`chunked_jsd`"]
 

@@ -5,7 +5,6 @@
 
 from lossgate.adapters.support import UPCASTS, current_group, entry_of, load, mean
 from lossgate.declaration.candidate import Outputs
-from lossgate.declaration.precision import Precision
 
 entry = entry_of("megatron")
 plain = load("megatron", "megatron.core.tensor_parallel.cross_entropy")
@@ -26,7 +25,7 @@ def vocab_parallel_cross_entropy(x, o, mesh):
     return mean(x, plain.vocab_parallel_cross_entropy(x.logits, x.labels))
 
 
-@entry("nll", "logits", **UPCASTS, **_DECLARED, empty_ranks="refused", precision=Precision(dlogits="bfloat16"))
+@entry("nll", "logits", **UPCASTS, **_DECLARED, empty_ranks="refused")
 def fused_vocab_parallel_cross_entropy(x, o, mesh):
     return mean(x, fused.fused_vocab_parallel_cross_entropy(x.logits, x.labels, mesh.get_group("tp")))
 

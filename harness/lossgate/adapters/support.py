@@ -27,10 +27,10 @@ from lossgate.worlds.running import current_mesh
 IGNORED = -100
 """The label of a token that is not trained."""
 ONE_EACH = Excluded("token", because="it takes one advantage for each sequence")
-NO_SAMPLES = Excluded("some", because="it has no mask of sequences")
+NO_SAMPLES = Excluded("some", because="the spec can mask whole sequences, and it does not")
 FULL_RANKS = {"empty": Excluded("rank", because="it takes the mean over the sequences of its rank")}
 NO_GRAPH = {"empty": Excluded("rank", because="without a token its results have no graph")}
-UNBOUNDED_KL = {"reference": Excluded("far", because="it does not clamp the log-ratio to the reference")}
+UNBOUNDED_KL = {"reference": Excluded("far", because="the spec clamps the log-ratio to the reference, and it does not")}
 OVERFLOW = {"generation": Excluded("extreme", because="it bounds a weight that overflows, and the spec drops it")}
 _WEIGHED = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": (2.0, 1.5)}
 TIS = _WEIGHED | {"truncated_importance_sampling_type": "tis"} | OVERFLOW

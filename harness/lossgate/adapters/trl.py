@@ -112,8 +112,9 @@ def bnpo(x, o, mesh):
     return _of_tokens(x, o, "bnpo")
 
 
-@entry("grpo", "logprobs", under_mask="usual", supports=_TOKENS | FULL_RANKS | {"loss_denominator": (512.0, 7.0)})
+@entry("grpo", "logprobs", axes=(), under_mask="usual", supports=_TOKENS | {"loss_denominator": (512.0, 7.0)})
 def dr_grpo(x, o, mesh):
+    """TRL divides by a length times the sequences of its rank: on one rank by any number."""
     return _of_tokens(x, o, "dr_grpo", length=o.loss_denominator / x.sequences)
 
 

@@ -59,6 +59,8 @@ class Finding:
     """The upstream issue or pull request that is about it; "" if we know of none."""
     mended_in: str = ""
     """The first version without it; "" if there is none that we know of."""
+    axes: tuple[str, ...] = ()
+    """It shows only on layouts that split one of these axes; empty if on any layout."""
     needs_stand_ins: bool = False
     """Whether the library imports on the way what no loss needs, such as ray. Then stand-ins take
     its place, as for the adapter."""
@@ -156,6 +158,7 @@ def _found(
     *,
     versions: tuple[str, ...] = (),
     upstream: str = "",
+    axes: tuple[str, ...] = (),
     needs_stand_ins: bool = False,
 ) -> Finding:
     """Returns a finding whose name begins with that of its library. By default the versions are
@@ -170,6 +173,7 @@ def _found(
         entry_points=tuple(f"{library}.{entry}" for entry in entry_points.split()),
         versions=versions or LIBRARIES[library].known,
         upstream=upstream,
+        axes=axes,
         needs_stand_ins=needs_stand_ins,
     )
 
@@ -209,7 +213,7 @@ FINDINGS = {
             f"{_LIGER_LINEAR} fused_linear_jsd fused_linear_kl",
         ),
         _found("liger-jsd-stride", _WRONG, "strided-inputs", "fused_linear_jsd fused_linear_kl"),
-        _found("liger-few-tokens", _WRONG, "agreement", "chunked_dapo chunked_cispo"),
+        _found("liger-few-tokens", _WRONG, "agreement", "chunked_dapo chunked_cispo", axes=("dp",)),
         _found("liger-collective-per-chunk", _CRASH, "agreement"),
         _found("liger-writes-logits", _CONVENTION, "inputs-kept", upstream=f"{_LIGER}issues/343"),
         _found("liger-dpo-nothing-chosen", _NAN, "agreement", "chunked_dpo"),
@@ -223,7 +227,14 @@ FINDINGS = {
             "smoothed_cross_entropy",
             upstream=f"{_MEGATRON}7466",
         ),
-        _found("megatron-smoothing-tp", _WRONG, "agreement", "smoothed_cross_entropy"),
+        _found(
+            "megatron-smoothing-tp",
+            _WRONG,
+            "agreement",
+            "smoothed_cross_entropy",
+            upstream="https://github.com/NVIDIA/Megatron-LM/issues/737",
+            axes=("tp",),
+        ),
         _found(
             "megatron-writes-logits",
             _CONVENTION,
