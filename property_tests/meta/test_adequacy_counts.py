@@ -16,7 +16,7 @@ from lossgate.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 
-# family, head: all goals, required on dp=2,cp=2,tp=3, required on a single rank, option mutants
+# family, head: all goals, required on dp=3,cp=2,tp=3, required on a single rank, option mutants
 COUNTS = {  # at head logprobs, options of logits have no mutants
     ("clipped_pg", "hidden"): (53, 53, 41, 152),
     ("clipped_pg", "logits"): (53, 51, 39, 152),

@@ -170,24 +170,15 @@ def _jsd(x, o, beta):
     return gkd_trainer.generalized_jsd_loss(*logits, rows_of_labels(x), **given)
 
 
-@entry(
-    "divergence",
-    "logits",
-    **rounds("logits", "logsumexp", "logprobs"),
-    minus_inf="never",
-    supports={"temperature": ANY},
-)
+_KL = rounds("logits", "logsumexp", "logprobs") | {"minus_inf": "never"}
+
+
+@entry("divergence", "logits", **_KL, supports={"temperature": ANY})
 def gkd_forward(x, o, mesh):
     return _jsd(x, o, 0)
 
 
-@entry(
-    "divergence",
-    "logits",
-    **rounds("logits", "logsumexp", "logprobs"),
-    minus_inf="never",
-    supports={"temperature": ANY, "divergence_type": "reverse"},
-)
+@entry("divergence", "logits", **_KL, supports={"temperature": ANY, "divergence_type": "reverse"})
 def gkd_reverse(x, o, mesh):
     return _jsd(x, o, 1)
 

@@ -18,5 +18,5 @@ def real() -> Sequence[CellRecord]:
 
 @pytest.fixture(scope="session")
 def report(real: Sequence[CellRecord]) -> Page:
-    """Returns a report of 40 cells, two of which disagree, with three runs of each."""
+    """Returns 40 cells of three runs: one has wrong numbers, and one breaks a promise."""
     return synthetic_page(real, cells=40, runs=3)
