@@ -10,6 +10,7 @@ Of each cell the newest verdict counts.
 """
 
 import argparse
+import ast
 import re
 import sys
 from collections import defaultdict
@@ -17,14 +18,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
 
-from lossgate.adapters import LIBRARIES
+from lossgate.adapters import LIBRARIES, Library
 from lossgate.engine.cell_record import CellRecord, Outcome
 from lossgate.evidence.gather import gather
 from lossgate.findings import FINDINGS, Finding, Severity
 from lossgate.reports.shown_verdict import percent
 
 PAGE = Path(__file__).parents[1] / "docs/conformance.md"
-_ADAPTERS = "../harness/lossgate/adapters"
+_ADAPTERS = Path(__file__).parents[1] / "harness/lossgate/adapters"
 _MARK = "<!-- Below: written by python benchmarks/conformance.py -->\n"
 _IN_WORDS = {
     Outcome.AGREE: "agrees",
@@ -34,6 +35,7 @@ _IN_WORDS = {
 }
 _PLACE = re.compile(r"\s*\[/[^\]]*\]")
 """Where an error was raised: a path of the machine that judged."""
+_DOTTED = re.compile(r"[\w.]+")
 _WORST_FIRST = (Outcome.DISAGREE, Outcome.INCONCLUSIVE, Outcome.PROMISE_BROKEN, Outcome.AGREE)
 
 
@@ -82,21 +84,56 @@ def _verdicts(cells: dict[str, list[CellRecord]], made_with: str) -> Iterator[st
         yield f"### {library.package}"
         yield ""
         version = library.installed if library.is_release else f"at {library.known[-1]}"
-        adapter = f"[adapter]({_ADAPTERS}/{library.name}.py)"
+        adapter = f"[adapter](../harness/lossgate/adapters/{library.name}.py)"
         yield f"{library.package} {version}, judged on {newest[:10]}, as its"
         yield f"{adapter} calls it."
         yield ""
-        yield "| entry point | loss | split | verdict | what else | detects | s |"
-        yield "|---|---|---|---|---|---|---|"
+        yield "| entry point | calls | loss | split | verdict | what else | detects | s |"
+        yield "|---|---|---|---|---|---|---|---|"
+        calls = calls_of(library)
         for entry, of_entry in own.items():
-            yield _row(entry, of_entry)
+            yield _row(entry, calls[entry], of_entry)
         yield from _not_given(own)
 
 
-def _row(entry: str, cells: Sequence[CellRecord]) -> str:
+def calls_of(library: Library) -> dict[str, list[str]]:
+    """Returns what each entry point calls of its library, by its id: dotted names, as the text of
+    the adapter has them.
+    """
+    tree = ast.parse((_ADAPTERS / f"{library.name}.py").read_text(encoding="utf-8"))
+    loaded, functions = dict[str, str](), dict[str, ast.FunctionDef]()
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name):
+                functions[name] = node
+            case ast.Assign([ast.Name(name)], ast.Call(ast.Name("load"), [_, ast.Constant(module)])):
+                loaded[name] = module
+            case ast.Assign([target], ast.Call(ast.Name("load"), [_, ast.Constant(module), *wanted])):
+                names = [target] if isinstance(target, ast.Name) else ast.iter_child_nodes(target)
+                pairs = zip(names, wanted, strict=False)
+                loaded |= {ast.unparse(name): f"{module}.{ast.literal_eval(thing)}" for name, thing in pairs}
+            case ast.Import([ast.alias(module, str(name))]) if module.startswith(f"{library.module}."):
+                loaded[name] = module
+            case _:
+                pass
+
+    def found_in(function: ast.FunctionDef) -> Iterator[str]:
+        for call in ast.walk(function):
+            if isinstance(call, ast.Call) and _DOTTED.fullmatch(ast.unparse(call.func)):
+                first, dot, rest = ast.unparse(call.func).partition(".")
+                if first in loaded:
+                    yield f"{loaded[first]}{dot}{rest}"
+                elif first in functions:
+                    yield from found_in(functions[first])
+
+    return {entry: [*dict.fromkeys(found_in(functions[entry.partition(".")[2]]))] for entry in library.entry_points}
+
+
+def _row(entry: str, calls: Iterable[str], cells: Sequence[CellRecord]) -> str:
     worst = min(cells, key=_badness)
     row = (
         f"`{entry}`",
+        ", ".join(f"`{call}`" for call in calls),
         f"{worst.spec} from {worst.head}",
         _places(cells),
         _verdicts_of(entry, cells),
@@ -186,12 +223,15 @@ def _not_given(own: Mapping[str, Sequence[CellRecord]]) -> Iterator[str]:
     for entry, cells in own.items():
         for what in dict.fromkeys(item for cell in cells for item in cell.excluded.items()):
             entries[what].append(f"`{entry.partition('.')[2]}`")
-    if entries:
+    alike = defaultdict[tuple[str, str], list[str]](list)
+    for (scenario, reason), names in entries.items():
+        alike[reason, ", ".join(names)].append(f"`{scenario}`")
+    if alike:
         yield ""
         yield "| its problems never have | why | entry points |"
         yield "|---|---|---|"
-    for (scenario, reason), names in entries.items():
-        yield f"| `{scenario}` | {reason} | {', '.join(names)} |"
+    for (reason, names), scenarios in alike.items():
+        yield f"| {', '.join(scenarios)} | {reason} | {names} |"
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 import conformance
 import pytest
 
+from lossgate.adapters import LIBRARIES, Library
 from lossgate.findings import FINDINGS, Severity
 from property_tests.meta import made_evidence
 
@@ -35,17 +36,28 @@ def page(tmp_path: Path) -> str:
 
 
 def test_a_row_has_the_verdict_and_what_readers_must_know(page: str) -> None:
-    assert row(page, "liger.jsd")[3:5] == ["agrees", "`counts='own'`"]
-    assert row(page, "liger.cross_entropy")[3:5] == ["numbers agree", "not kept: strided-inputs; see `liger-stride`"]
-    assert row(page, "liger.chunked_dpo")[3] == "**NaN**"
-    assert row(page, "liger.triton_grpo")[3] == "**numbers disagree**"
+    assert row(page, "liger.jsd")[4:6] == ["agrees", "`counts='own'`"]
+    assert row(page, "liger.cross_entropy")[4:6] == ["numbers agree", "not kept: strided-inputs; see `liger-stride`"]
+    assert row(page, "liger.chunked_dpo")[4] == "**NaN**"
+    assert row(page, "liger.triton_grpo")[4] == "**numbers disagree**"
+
+
+def test_a_row_has_what_the_entry_point_calls(page: str) -> None:
+    assert row(page, "liger.jsd")[1] == "`liger_kernel.transformers.functional.liger_jsd`"
+
+
+@pytest.mark.parametrize("library", LIBRARIES.values(), ids=[*LIBRARIES])
+def test_what_an_entry_point_calls_is_read_from_its_adapter(library: Library) -> None:
+    for entry, calls in conformance.calls_of(library).items():
+        assert calls, entry
+        assert all(call.startswith(f"{library.module}.") for call in calls), calls
 
 
 def test_a_verdict_that_is_not_one_everywhere_has_its_places(page: str) -> None:
-    split, verdict = row(page, "liger.chunked_dapo")[2:4]
+    split, verdict = row(page, "liger.chunked_dapo")[3:5]
     assert split == "one rank, dp, dp+cp; float32"
     assert verdict == "**wrong number** (dp, dp+cp); agrees (one rank)"  # of dp=2 and dp=3 the worse one counts
-    split, verdict, _, detects = row(page, "liger.chunked_jsd")[2:6]
+    split, verdict, _, detects = row(page, "liger.chunked_jsd")[3:7]
     assert split == "float32: one rank; bfloat16: one rank, dp"
     assert verdict == "**numbers disagree** (dp; bfloat16); agrees (one rank)"
     assert detects.endswith(" / -")
@@ -62,11 +74,11 @@ def test_what_a_library_is_never_given_stands_below_it(page: str) -> None:
 
 
 def test_a_row_has_no_path_of_the_machine_that_judged(page: str) -> None:
-    assert row(page, "liger.triton_grpo")[4] == "rank 0 raised ValueError: no"
+    assert row(page, "liger.triton_grpo")[5] == "rank 0 raised ValueError: no"
 
 
 def test_a_row_whose_finding_says_why_names_it_alone(page: str) -> None:
-    assert row(page, "liger.chunked_dpo")[3:5] == ["**NaN**", "see `liger-dpo-nothing-chosen`"]
+    assert row(page, "liger.chunked_dpo")[4:6] == ["**NaN**", "see `liger-dpo-nothing-chosen`"]
 
 
 def test_every_finding_has_a_row_the_worst_first(page: str) -> None:

@@ -73,7 +73,8 @@ def told(library: Library) -> str:
 def test_a_library_that_is_missing_or_too_old_is_told_with_the_known_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = Library(name="liger", package="no-such-kernel", module="no_such", known=("1.2", "1.3"))
     assert told(missing) == (
-        "lossgate.adapters.liger: no-such-kernel is not installed; known is 1.2 or 1.3: pip install no-such-kernel==1.3"
+        "lossgate.adapters.liger: no-such-kernel is not installed; known is 1.2 or 1.3: "
+        "pip install 'no-such-kernel>=1.2,<=1.3'"
     )
     old = Library(name="torch", package="torch", module="torch", known=("99.0",))
     assert re.fullmatch(

@@ -38,7 +38,8 @@ class Library:
     known: tuple[str, ...]
     """The versions with which the adapter was tried, the oldest first. No older one will do."""
     is_release: bool = True
-    """Whether pip installs it by a version. If not, it is a checkout, and ``known`` has commits."""
+    """Whether pip installs it by a version. If not, it is a checkout, and ``known`` has commits,
+    and releases that were tried."""
 
     @property
     def installed(self) -> str | None:
@@ -82,7 +83,10 @@ class Library:
 
     def _way_out(self, known: str) -> str:
         if self.is_release:
-            return f"known is {known}: pip install {self.package}=={self.known[-1]}"
+            one, *more = self.known
+            # A range, since the newest may refuse this Python.
+            wanted = f"'{self.package}>={one},<={more[-1]}'" if more else f"{self.package}=={one}"
+            return f"known is {known}: pip install {wanted}"
         return f"known is {known}: put a checkout into {CHECKOUTS}/{self.module}, or have it importable"
 
     def _path(self) -> list[str]:
@@ -116,18 +120,18 @@ LIBRARIES = {
         _release("liger", "liger-kernel", "liger_kernel", "0.8.5"),
         _release("trl", "trl", "trl", "1.16.0"),
         _release("verl", "verl", "verl", "0.9.1"),
-        _release("megatron", "megatron-core", "megatron", "0.16.1"),
-        _release("transformers", "transformers", "transformers", "5.23.0"),
+        _release("megatron", "megatron-core", "megatron", "0.16.1", "0.19.2"),
+        _release("transformers", "transformers", "transformers", "5.23.0", "5.24.0"),
         _release("cut_cross_entropy", "cut-cross-entropy", "cut_cross_entropy", "25.1.1"),
         _release("deepspeed", "deepspeed", "deepspeed", "0.19.8"),
         _release("torchtune", "torchtune", "torchtune", "0.6.1"),
         _release("openrlhf", "openrlhf", "openrlhf", "0.11.2"),
         _checkout("nemo_rl", "NVIDIA-NeMo/RL", "nemo_rl", "7ea279abf"),
-        _checkout("areal", "inclusionAI/AReaL", "areal", "4aef98d8d"),
+        _checkout("areal", "inclusionAI/AReaL", "areal", "1.0.4", "4aef98d8d"),
         _checkout("open_instruct", "allenai/open-instruct", "open_instruct", "e6c3044aa"),
         _checkout("slime", "THUDM/slime", "slime", "624b824a8"),
-        _checkout("torchtitan", "pytorch/torchtitan", "torchtitan", "b5bcd76c6"),
-        _checkout("unsloth", "unslothai/unsloth-zoo", "unsloth_zoo", "ce232d6c"),
+        _checkout("torchtitan", "pytorch/torchtitan", "torchtitan", "0.3.0", "b5bcd76c6"),
+        _checkout("unsloth", "unslothai/unsloth-zoo", "unsloth_zoo", "2026.10.9", "ce232d6c"),
     )
 }
 """By the name of the adapter."""

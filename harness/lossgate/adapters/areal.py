@@ -5,7 +5,10 @@
 
 from types import SimpleNamespace
 
-from lossgate.adapters.support import BOTH, ICEPOP, NO_SAMPLES, TIS, UPCASTS, entry_of, load, pair_sums
+import torch
+from torch.nn.functional import pad
+
+from lossgate.adapters.support import BOTH, ICEPOP, NO_SAMPLES, TIS, UPCASTS, entry_of, load
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY
 
@@ -69,11 +72,27 @@ _SPLIT, _EVEN = {"axes": ("dp", "cp", "tp")}, {"vocab_split": "even"}
 _DPO = {"reference_policy_kl_penalty": ANY, "samples": NO_SAMPLES}
 
 
-@entry("dpo", "logprobs", counts="own", untrained="never", supports=_DPO)
+def _pairs(x, o, loss_type):
+    # A sequence of AReaL has a first token that no log-probability is of, so a place more.
+    logprobs, of_reference = (pad(x.to_rows(field), (0, 1)).flatten() for field in (x.logprobs, x.reference_logprobs))
+    mask = pad(x.to_rows(x.mask), (1, 0))
+    given = {"cu_seqlens": torch.arange(len(mask) + 1) * mask.shape[1], "loss_mask": mask.flatten()}
+    given |= {"ref_logprobs": of_reference}
+    return dpo_engine.compute_dpo_loss(logprobs, None, given, beta=o.reference_policy_kl_penalty, loss_type=loss_type)
+
+
+# Its engine makes no call for a batch without a pair.
+_PAIRS = {"under_mask": "usual", "counts": "own", "untrained": "never"}
+
+
+@entry("dpo", "logprobs", **_PAIRS, supports=_DPO)
 def dpo_of_pairs(x, o, mesh):
-    chosen, rejected, reference_chosen, reference_rejected = pair_sums(x, "logprobs", "reference_logprobs")
-    apart = (chosen - rejected) - (reference_chosen - reference_rejected)
-    return functional.dpo_preference_loss(apart, beta=o.reference_policy_kl_penalty).mean()
+    return _pairs(x, o, "sigmoid")
+
+
+@entry("dpo", "logprobs", **_PAIRS, supports=_DPO | {"preference_average_log_probs": True, "loss_type": "ipo"})
+def ipo_of_pairs(x, o, mesh):
+    return _pairs(x, o, "ipo")
 
 
 @entry(

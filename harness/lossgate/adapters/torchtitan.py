@@ -11,13 +11,16 @@ _ABSENT = "spmd_types torchtitan.config torchtitan.distributed torchtitan.tools"
 entry = entry_of("torchtitan")
 losses = load("torchtitan", "torchtitan.components.loss", bare="torchtitan torchtitan.components", absent=_ABSENT)
 losses.get_spmd_backend = lambda: "none"
+# The release takes [B, L, V], and later commits [T, V].
+_flattens = "flatten" in losses.cross_entropy_loss.__code__.co_names
 
 _PARALLEL = {"axes": ("dp", "cp", "tp"), "supports": {"vocab_split": "even"}}
 
 
 @entry("nll", "logits", **UPCASTS, axes=("dp", "cp"))
 def cross_entropy(x, o, mesh):
-    return mean(x, losses.cross_entropy_loss(x.logits, ignoring(x)))
+    given = x.logits, ignoring(x)
+    return mean(x, losses.cross_entropy_loss(*(one[None] if _flattens else one for one in given)))
 
 
 @entry("nll", "logits", **UPCASTS, **_PARALLEL)

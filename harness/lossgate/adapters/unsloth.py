@@ -8,8 +8,8 @@ from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.precision import Precision
 from lossgate.declaration.supports import ANY
 
-_BARE = "unsloth_zoo unsloth_zoo.fused_losses"
-_ABSENT = "datasets unsloth_zoo.temporary_patches unsloth_zoo.device_type unsloth_zoo.utils"
+_BARE = "unsloth_zoo unsloth_zoo.fused_losses unsloth_zoo.temporary_patches"
+_ABSENT = "datasets unsloth_zoo.log unsloth_zoo.device_type unsloth_zoo.utils"
 
 entry = entry_of("unsloth")
 fused = load(
