@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lossgate import Candidate, Layout, Problem
+from lossgate import ANY, Candidate, Layout, Problem, candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.dense_candidates import dense_candidate
@@ -117,3 +118,23 @@ def test_a_kernel_may_compute_exp_less_1_in_two_steps() -> None:
         found = held_to_agreement(replace(dense, kernel=two_steps), example)
         assert found.agrees, found.findings
     assert torch.expm1 is exact
+
+
+def test_a_logarithm_of_a_weight_that_is_rounded_alike_for_all_numbers_is_no_mistake() -> None:
+    """In log space the weights of a mixture are added to log-probabilities of a coarser spacing."""
+    given = {"options": {"divergence_type": "jsd", "beta": 0.1}, "scenario": {"teacher": "near"}}
+    sizes = {"lengths": (0, 2, 29), "masks": ("all",) * 3, "vocab": 301, "label_boost": 12.0, "seed": 0}
+    example = problem("divergence", head="logits", **given, **sizes)
+
+    @candidate("divergence", head="logits", supports={"divergence_type": "jsd", "beta": ANY})
+    def jsd(inputs, options, mesh):
+        log_q, log_p = (logits.log_softmax(1) for logits in (inputs.logits, inputs.teacher_logits))
+        beta = torch.tensor(options.beta)
+        log_r = torch.stack([log_q + torch.log1p(-beta), log_p + beta.log()]).logsumexp(0)
+        of_teacher, of_student = (F.kl_div(log_r, x, reduction="none", log_target=True) for x in (log_p, log_q))
+        losses = (beta * of_teacher + (1 - beta) * of_student).sum(1)
+        return losses.where(inputs.mask, 0.0).sum() / inputs.valid_tokens.clamp(min=1)
+
+    assert held_to_agreement(jsd, example).agrees
+    wrong = replace(jsd, kernel=lambda inputs, options, mesh: jsd.kernel(inputs, options, mesh) * (1 + 1e-4))
+    assert not held_to_agreement(wrong, example).agrees

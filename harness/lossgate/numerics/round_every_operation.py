@@ -18,13 +18,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 from lossgate.numerics.float_formats import FLOAT32, FloatFormat, coarsest
-from lossgate.numerics.noise import Noise
+from lossgate.numerics.noise import Noise, power_of_two
 from lossgate.numerics.torch_operations import SPELLED_OUT, DispatchMode, is_view, name_of, rounds, writes
 
 _COMPARISONS = frozenset(["gt", "lt", "ge", "le", "eq", "ne"])
 
 _SUMMED = {"sum": 0, "cumsum": 0, "mean": 0, "index_add": 3, "scatter_add": 3, "index_put": 2, "scatter_reduce sum": 3}
 """Operations that add up, and the position of the argument that they add up."""
+
+_SHIFTS = frozenset(["add", "sub", "rsub"])
+"""Operations that may add one number to many."""
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
 """Products of matrices, and the position of the left factor. The right factor follows it."""
@@ -114,6 +117,8 @@ class RoundEveryOperation(DispatchMode):
             return None
         if not result.dim() or not result.numel():
             return None
+        if name in _SHIFTS:
+            return self._shift_error(args, result)
         if name == "expm1":
             return self._expm1_error(result)
         if name in ("_log_softmax", "logsumexp", "logcumsumexp"):
@@ -125,6 +130,21 @@ class RoundEveryOperation(DispatchMode):
             at = _PRODUCTS[name]
             return self._sum_error(_on(func, args, kwargs, at, 2), args[at : at + 2], kwargs, result, False)
         return None
+
+    def _shift_error(self, args: Sequence[Any], result: Tensor) -> Tensor | None:
+        """Returns the error that is alike for all numbers of a row to which one number is added;
+        None if no number is.
+
+        Numbers of float32 are multiples of their spacing. What the added number has beyond such a
+        multiple is rounded in the same way for each of them, and does not average out: ``x + 0.1``
+        of numbers from 8 to 16 is off by a quarter of their spacing, always upwards.
+        """
+        others, shift = args[:2] if _is_one_number(args[1], result) else args[1::-1]
+        if not _is_one_number(shift, result) or not isinstance(others, Tensor):
+            return None
+        spacing, own, of_others = (2 * self.to.unit * power_of_two(x) for x in (result, shift, others))
+        is_off = (spacing > own) & (torch.remainder(shift, spacing) != 0)
+        return torch.minimum(spacing, of_others) / 2 * is_off * self.noise.uniform(shift.shape)
 
     def _expm1_error(self, result: Tensor) -> Tensor:
         """Returns the error of kernels that do not use ``expm1``. ``exp(x) - 1`` cancels, and
@@ -176,6 +196,12 @@ class RoundEveryOperation(DispatchMode):
             square_sum = square_sum / count  # now the squares are divided by K twice, as they must be
         size = (count * (total.square() / 3 + square_sum / 2)).sqrt()
         return size * self.noise.uniform(total.shape) * FLOAT32.unit * (count > 1)
+
+
+def _is_one_number(x: Any, result: Tensor) -> bool:
+    """Returns whether an argument has one number for each row of a result."""
+    one = isinstance(x, Tensor) and x.dtype is torch.float64 and (not x.dim() or x.shape[-1] == 1)
+    return one and result.shape[-1] > 1
 
 
 def _on(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], position: int, count: int) -> Callable[..., Tensor]:

@@ -99,6 +99,22 @@ class RoundedRun:
         total.add(left, right)
         return total.rounded()
 
+    def matmul_over_vocab(self, left: Tensor, right: Tensor) -> Tensor:
+        """Returns a product like ``matmul``, with terms that may be far smaller than others.
+
+        Terms below the spacing of the result do not round at random: those that come after the
+        large ones are lost. Over a wide vocabulary they add up.
+
+        Args:
+            left: the gradient of the logits, ``[members, rows, vocab]``.
+            right: rows of the weight, ``[vocab, columns]``.
+        """
+        found = self.matmul(left, right)
+        of_term = torch.linalg.vector_norm(right, dim=-1) / right.shape[-1] ** 0.5
+        of_row = found[0].square().mean(-1, keepdim=True).sqrt()
+        small = left[0].masked_fill(left[0].abs() * of_term > FLOAT32.unit * of_row, 0.0)
+        return found + (small @ right) * self.of_each(3)
+
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """Returns a product in float64."""
         return left @ right

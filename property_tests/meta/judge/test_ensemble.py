@@ -3,13 +3,17 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from kernel_bank.cross_entropy import STYLES, Style, make
 from lossgate import Candidate, Contract, Precision, Problem
+from lossgate.judge.ensemble import stages_of
 from lossgate.numerics.float_formats import FLOAT32
+from lossgate.numerics.noise import Noise
+from lossgate.numerics.rounded_arithmetic import RoundedRun
 
 from .checks import ALL_STYLES, IDS, bind, make_problem, members_of, noise_of, reference_of
 
@@ -114,3 +118,20 @@ def test_entropy_is_as_noisy_as_a_kernel_that_subtracts_the_mean_logit_from_lse(
     kernel = replace(make(STYLES["float32"][1]), head="logits")
     variance_of_one = (logit * FLOAT32.unit) ** 2 * 2 / 3
     assert float(off_by("entropy", problem, kernel, 1000).square().mean()) > roundings * variance_of_one
+
+
+def test_terms_below_the_spacing_of_a_sum_over_the_vocabulary_are_lost_together() -> None:
+    """Added one by one in float32, nothing is left of them, and that does not average out."""
+    dlogits, weight = torch.full((1, 20_000), 2e-7), 1 + 0.1 * torch.linspace(-1, 1, 60_000).sin().reshape(-1, 3)
+    dlogits[0, 0], weight[0] = -0.2, 50.0
+    exact = dlogits.double() @ weight.double()
+    one_by_one = np.cumsum((dlogits.T * weight).numpy(), 0)[-1]
+    error = (torch.from_numpy(one_by_one) - exact).abs().mean()
+
+    def noise(product: str) -> Tensor:
+        run = RoundedRun(Noise(0), 32, stages_of(make(STYLES["float32"][0]), "float32"))
+        found = getattr(run, product)(dlogits.double().expand(32, 1, -1), weight.double())
+        return (found - exact).square().mean().sqrt()
+
+    assert error / 3 < noise("matmul_over_vocab") < 3 * error
+    assert noise("matmul") < error / 3

@@ -341,6 +341,25 @@ def test_noise_covers_what_float32_gets_wrong_where_numbers_cancel(name: str, si
     assert real / 3 <= noise <= 30 * real
 
 
+@pytest.mark.parametrize("mapped", [False, True], ids=["one number", "one of each row"])
+def test_what_is_added_to_many_numbers_is_rounded_alike(mapped: bool) -> None:
+    """Of ``x + 0.1`` with x from 8 to 16, float32 drops the same part for each x."""
+    x = 12 + torch.randn(5, 2000, generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
+    more = torch.full((5, 1) if mapped else (), 0.1)
+
+    def mean_error(found: Tensor, added: Tensor) -> Tensor:
+        return (found - x.double() - added).mean(1).abs().mean()
+
+    def noise_of(added: Tensor) -> Tensor:
+        runs = [rounded(lambda x: added + x, x.double(), seed) for seed in range(8)]
+        return torch.stack([mean_error(run, added) for run in runs]).mean()
+
+    real = mean_error((x + more).double(), more.double())
+    assert real > 0.1 * FLOAT32.unit * 16  # so it does not average out
+    assert real / 3 < noise_of(more.double()) < 3 * real
+    assert noise_of(torch.ones_like(more).double()) < real / 10  # 1 is a multiple of the spacing of each x
+
+
 def test_noise_would_be_missing_without_what_is_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
     others = {key: value for key, value in SPELLED_OUT.items() if key != "logaddexp"}
     monkeypatch.setattr("lossgate.numerics.round_every_operation.SPELLED_OUT", others)

@@ -117,5 +117,5 @@ def _vocab_part(dlogits: Tensor, weight: Tensor, shard: VocabShard, run: Rounded
     whole = shard.end - shard.start
     step = whole if run.stages.accumulate_hidden == FLOAT32 else run.stages.vocab_chunk or whole
     tiles = [slice(start, min(start + step, shard.end)) for start in range(shard.start, shard.end, step)]
-    parts = [run.matmul(dlogits[..., tile], weight[tile]) for tile in tiles]
+    parts = [run.matmul_over_vocab(dlogits[..., tile], weight[tile]) for tile in tiles]
     return parts[0] if len(parts) == 1 else run.running_sum(parts, run.stages.accumulate_hidden)
