@@ -201,13 +201,14 @@ class Observed:
     def explained_by(self, counterfactual: Counterfactual) -> bool:
         """Returns whether a mistake explains the case.
 
-        If outputs are wrong, the mistake must be possible on the problem, and explain them. If none
-        is wrong, it must leave all outputs right.
+        If outputs are wrong, the mistake must be possible on the problem, change each of them, and
+        explain them. If none is wrong, it must leave all outputs right.
         """
         if not self.wrong:
             return self.fits(counterfactual, self.got)
         asked = self.may_fit(counterfactual) and self.says_something(counterfactual)
-        return asked and self.fits(counterfactual, self.wrong)
+        wrong = self.wrong.intersection(self.got)
+        return asked and wrong <= self.changes(counterfactual) and self.fits(counterfactual, wrong)
 
     def changes(self, counterfactual: Counterfactual) -> frozenset[Output]:
         """Returns the returned outputs in which a mistake differs from the reference."""

@@ -11,7 +11,8 @@ import torch
 from kernel_bank.bugs import BUGS, cross_entropy_with, scale_gradient
 from kernel_bank.cross_entropy import STYLES
 from kernel_bank.spec_bugs import bugs_of
-from lossgate import Layout
+from lossgate import Layout, Problem
+from lossgate.cases.case import Case
 from lossgate.cases.placement import sample_problems
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import mistake
@@ -325,6 +326,26 @@ def test_forward_alone_rules_out_a_mistake_that_gives_another_loss() -> None:
     bank = counterfactuals_of(SPECS["nll"], candidate.head)
     assert observed.may_fit(bank["valid_tokens is one too many"])
     assert not observed.may_fit(bank["valid_tokens is left out"])
+
+
+def test_a_mistake_that_changes_nothing_explains_nothing() -> None:
+    """A loss just over its limit is within that of a mistake, whose noise is larger."""
+    right, world = dense_candidate(SPECS["nll"], "logits"), make_world("simulated", Layout())
+    nothing = mistake("nothing", "it is", outputs=lambda s, outputs: outputs)
+    twice = mistake("twice", "it is", outputs=lambda s, outputs: {o: 2 * x for o, x in outputs.items()})
+
+    def observed(problem: Problem, factor: float) -> Observed:
+        def kernel(inputs, options, mesh):
+            given = right(inputs, options, mesh)
+            return replace(given, loss=given.loss * factor)
+
+        return Observed(Case(replace(right, kernel=kernel), problem, world))
+
+    problems = sample_problems(right, Layout(), "float32", 8, 5)
+    seen = [one for one in (observed(problem, 1 + 1e-6) for problem in problems) if one.wrong]
+    assert any(one.fits(nothing, one.wrong) for one in seen)
+    assert not any(one.explained_by(nothing) for one in seen)
+    assert any(one.explained_by(twice) for one in (observed(problem, 2.0) for problem in problems) if one.wrong)
 
 
 @pytest.mark.slow
