@@ -67,7 +67,7 @@ def _alike(cell: Cell, failing: Problem, world: World) -> Iterator[Case]:
         return
     for number, longer in enumerate(islice(cycle(_LONGER), _ALIKE), start=1):
         lengths = tuple(ceil(length * longer) for length in failing.lengths)
-        yield Case(cell.candidate, replace(failing, lengths=lengths, seed=(failing.seed + number) % 2**32), world)
+        yield Case(cell.candidate, replace(failing, lengths=lengths, seed=failing.another_seed(number)), world)
 
 
 @contextmanager

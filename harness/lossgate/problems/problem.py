@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 _MOST_NUMBERS = 2**33
 """The most numbers of a tensor. No machine holds a tensor that is much larger."""
 
-RANGES = {"logit_std": (1e-9, 1000.0), "label_boost": (0.0, 100.0), "seed": (0, 2**32 - 1)}
+_SEEDS = 2**32
+RANGES = {"logit_std": (1e-9, 1000.0), "label_boost": (0.0, 100.0), "seed": (0, _SEEDS - 1)}
 """The smallest and the largest value of each number. With a spread of 0, logits have no label to
 boost. With a spread of more than 1000, float16 does not hold them."""
 MOST_OUTLIER = 1000.0
@@ -208,6 +209,10 @@ class Problem:
     def outlier_columns(self) -> int:
         """Columns of the tensor that holds the outliers."""
         return self.hidden if self.head == "hidden" else self.vocab
+
+    def another_seed(self, number: int = 1) -> int:
+        """Returns a seed of other numbers, and others again for each ``number``."""
+        return (self.seed + number) % _SEEDS
 
     @property
     def unsharded(self) -> Problem:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Properties of calls: calls do not disturb one another, and backward is called in unusual ways."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -14,11 +15,13 @@ from lossgate.base.errors import CandidateError, LossgateError
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.materialize import lay_out
+from lossgate.cases.placement import is_given
 from lossgate.cases.random_numbers import put_back
 from lossgate.cases.rank_call import RankCall, RankOutputs, plainly
 from lossgate.declaration.candidate import Outputs
 from lossgate.judge.comparison import Comparison
 from lossgate.problems.batch import GlobalBatch
+from lossgate.problems.masks import MaskPattern
 from lossgate.problems.problem import Problem
 from lossgate.properties.registry import Checked, called, property
 from lossgate.properties.would_show import all_of, formulas, gradients, masked_token_counts, metrics, values
@@ -38,18 +41,20 @@ if the second call overwrites the gradient of the first. -2 and 1 - 2 are exact 
 )
 def same_call_twice(case: Case) -> Checked:
     """Another call between forward and backward, or between two equal calls, changes nothing."""
-    other = _of_equal_sizes(case.problem)
-    return _in_between(case, lay_out(BoundProblem(case.candidate.spec, other).unmasked, other), "other numbers")
+    return _in_between(case, _of_equal_sizes(case.problem), "other numbers")
 
 
-def _of_equal_sizes(problem: Problem) -> Problem:
-    """Returns a problem with other numbers, and with the sequences in the opposite order if each
-    rank then has as many tokens as before.
+def _of_equal_sizes(problem: Problem) -> Iterator[Problem]:
+    """Yields problems with other numbers: first with the sequences in the opposite order, if each
+    rank then has as many tokens as before, and at last the problem itself, whose inputs will be
+    negated.
     """
-    other = replace(problem, seed=problem.seed + 1)
+    other = replace(problem, seed=problem.another_seed())
     turned = replace(other, lengths=other.lengths[::-1], masks=other.masks[::-1], forced_labels=(), outliers=())
     own, others = ([len(shard) for shard in one.partition.token_shards.values()] for one in (problem, turned))
-    return turned if own == others else other
+    if own == others:
+        yield turned
+    yield from (other, problem)
 
 
 @property(
@@ -61,18 +66,23 @@ def _of_equal_sizes(problem: Problem) -> Problem:
 def after_another_shape(case: Case) -> Checked:
     """A call of other sizes between forward and backward, or between two calls, changes nothing."""
     problem = case.problem
-    other = replace(
-        problem, lengths=problem.lengths * 2, masks=problem.masks * 2, vocab=2 * problem.vocab, seed=problem.seed + 1
-    )
-    return _in_between(case, lay_out(BoundProblem(case.candidate.spec, other).unmasked, other), "other sizes")
+    lengths, masks = problem.lengths * 2, problem.masks * 2
+    other = replace(problem, lengths=lengths, masks=masks, vocab=2 * problem.vocab, seed=problem.another_seed())
+    trained: tuple[MaskPattern, ...] = ("all",) * len(masks)
+    return _in_between(case, [other, replace(other, masks=trained)], "other sizes")
 
 
-def _in_between(case: Case, other: GlobalBatch, other_what: str) -> Checked:
+def _in_between(case: Case, others: Iterable[Problem], other_what: str) -> Checked:
     """Compares two calls with a plain call: one around a call with another batch, and one after it.
 
-    The comparison is bit by bit, or by the judge if each call adds up in another order.
+    The comparison is bit by bit, or by the judge if each call adds up in another order. The other
+    batch is that of the first problem that the candidate's conventions allow.
     """
-    by_rank = case.on_ranks(_Around(other))
+    bound = ((BoundProblem(case.candidate.spec, other), other) for other in others)
+    given = next((pair for pair in bound if is_given(case.candidate, pair[0], pair[1].partition)), None)
+    if given is None:
+        return Checked(says_nothing=True)
+    by_rank = case.on_ranks(_Around(lay_out(given[0].unmasked, given[1])))
     around, after = ([calls[number] for calls in by_rank] for number in (0, 1))
     if not case.world.repeatable or case.problem.reduction_order == "permuted":
         found = (called("before another call", case.judged(around)), called("after it", case.judged(after)))

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from kernel_bank.bugs import Wrap, on_inputs, on_loss
 from kernel_bank.property_bugs import right
-from lossgate import ANY, Candidate, Layout
+from lossgate import ANY, Candidate, Layout, Problem
+from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
-from lossgate.cases.placement import sample_problems
+from lossgate.cases.placement import is_given, sample_problems
+from lossgate.declaration.conventions import Conventions
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.losses import SPECS
@@ -118,3 +120,36 @@ def test_a_metric_that_a_call_drops_on_every_rank_is_missing(make_world: MakeWor
 
     findings = " ".join(found(replace(dense, kernel=wrong, name="wrong"), "no-grad", make_world).findings)
     assert "vf_clipfrac, if no input needs a gradient: it is missing, although a plain call returns it" in findings
+
+
+@pytest.mark.parametrize("name", ["same-call-twice", "after-another-shape"])
+def test_the_last_seed_has_another_one(name: str, make_world: MakeWorld) -> None:
+    kernel = right("logits")
+    (problem,) = sample_problems(kernel, Layout(), "float32", 1, 3)
+    last = replace(problem, seed=2**32 - 1)
+    assert run_case(Case(kernel, last, make_world("single")), PROPERTIES[name]).agrees
+    assert len({problem.another_seed(n) for n in range(5)}) == len({last.another_seed(n) for n in range(5)}) == 5
+
+
+@pytest.mark.parametrize("name", ["same-call-twice", "after-another-shape"])
+def test_the_other_call_keeps_to_the_conventions(name: str, make_world: MakeWorld) -> None:
+    """With the sequences turned, or with another seed, some rank would have nothing to train."""
+
+    def refuses(inputs, options, mesh):
+        assert inputs.mask.any()
+        return plain.kernel(inputs, options, mesh)
+
+    plain, world = right("logits"), make_world("dp=2")
+    conventions = Conventions(untrained="error", empty_ranks="refused")
+    strict = replace(plain, kernel=refuses, conventions=conventions)
+    (drawn,) = sample_problems(plain, Layout.parse("dp=2"), "float32", 1, 3)
+    base = replace(drawn, lengths=(2, 2), masks=("holes",) * 2, options={}, forced_labels=(), outliers=())
+
+    def allowed(problem: Problem) -> bool:
+        return is_given(strict, BoundProblem(strict.spec, problem), problem.partition)
+
+    drawn = (replace(base, seed=seed) for seed in range(200))
+    telling = [one for one in drawn if allowed(one) and not allowed(replace(one, seed=one.another_seed()))]
+    assert telling
+    for problem in telling[:3]:
+        assert run_case(Case(strict, problem, world), PROPERTIES[name]).agrees
