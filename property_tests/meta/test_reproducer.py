@@ -10,17 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
+import lossgate
 from kernel_bank.as_upstream import AS_UPSTREAM
-from lossgate import Candidate, Layout, UsageError, dense_candidates
+from lossgate import Candidate, Excluded, Layout, UsageError, dense_candidates
 from lossgate.adequacy.deck import deck_of
 from lossgate.cases.case import Case
 from lossgate.cases.large import is_large
 from lossgate.cases.placement import sample_problems, splits_of
+from lossgate.cases.rank_call import local_inputs
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.failure_files import read_failure, write_failure
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
+from lossgate.losses import SPECS
 from lossgate.reports.reproducer import body, write_script
 from lossgate.reports.reproducer.script import _written, calls_of, outputs_of
 from lossgate.specs.outputs import LOSS
@@ -153,6 +156,23 @@ def test_what_a_script_can_not_show_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             write_script(replace(found, **change), None, tmp_path / "new.py")
     assert not (tmp_path / "new.py").exists()
+
+
+def test_a_script_has_what_kernels_call_on_their_inputs() -> None:
+    one_each = {"advantages_per": Excluded("token", because="it takes one for each sequence")}
+    dense = dense_candidates.dense_candidate(SPECS["grpo"], "logprobs")
+    candidate = lossgate.candidate("grpo", head="logprobs", axes=("dp",), supports=one_each)(dense.kernel)
+    problems = sample_problems(candidate, Layout.parse("dp=2"), "float32", 10, 0)
+    for problem in problems:
+        batch = Case(candidate, problem, SimulatedWorld(problem.layout)).placed.batch
+        inputs = local_inputs(candidate.spec, candidate.head, batch, 0, None, candidate.tokens)
+        given = body._object(
+            {name: getattr(inputs, name) for name in ("mask", "cu_seqlens", "cu_seqlens_padded")}, body.Batch
+        )
+        rows = inputs.to_rows(inputs.logprobs, -1)
+        assert torch.equal(given.to_rows(inputs.logprobs, -1), rows)
+        assert torch.equal(given.from_rows(rows), inputs.from_rows(rows))
+        assert torch.equal(given.per_sequence(inputs.advantages), inputs.per_sequence(inputs.advantages))
 
 
 def test_a_script_weighs_what_ranks_return_as_their_caller_does() -> None:

@@ -54,7 +54,7 @@ def numbers(values: Any, shape: tuple[int, ...], dtype: str) -> Tensor:
 def call(kernel: Callable[..., Any], given: dict[str, Any], mesh: DeviceMesh) -> dict[str, Tensor]:
     """Calls the kernel on one rank, forward and backward. Returns outputs and gradients by name."""
     copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given["inputs"].items()}
-    inputs = _object(copies)
+    inputs = _object(copies, Batch)
     leaves = {name: getattr(inputs, name).requires_grad_() for name in given["leaves"]}
     returned = kernel(inputs, _object(given["options"]), mesh)
     if isinstance(returned, Tensor):
@@ -73,8 +73,43 @@ def call(kernel: Callable[..., Any], given: dict[str, Any], mesh: DeviceMesh) ->
     return {name: value.detach().clone() for name, value in got.items() if value is not None}
 
 
-def _object(values: dict[str, Any]) -> Any:
-    return make_dataclass("Given", list(values))(**values)
+class Batch:
+    """What a kernel may call on its inputs, for sequences that are whole on their rank."""
+
+    mask: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor
+
+    def to_rows(self, tensor: Tensor, fill: float = 0) -> Tensor:
+        """Lays ``[T, ...]`` out as ``[B, S, ...]``."""
+        places = self._places()
+        rows = tensor.new_full((len(places), max([1, *map(len, places)]), *tensor.shape[1:]), fill)
+        for row, place in enumerate(places):
+            rows[row, : len(place)] = tensor[place.start : place.stop]
+        return rows
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """Undoes ``to_rows``."""
+        places = self._places()
+        pack = rows.new_zeros((int(self.cu_seqlens_padded[-1]), *rows.shape[2:]))
+        for row, place in enumerate(places):
+            part = rows[row, : len(place)]
+            pack[place.start : place.start + len(part)] = part
+        return pack
+
+    def per_sequence(self, tensor: Tensor) -> Tensor:
+        """Returns the number that all trained tokens of a sequence share, ``[B]``."""
+        numbers, trained = self.to_rows(tensor), self.to_rows(self.mask)
+        first = numbers.gather(1, trained.int().argmax(1, keepdim=True)).squeeze(1)
+        return torch.where(trained.any(1), first, 0)
+
+    def _places(self) -> list[range]:
+        starts, lengths = self.cu_seqlens_padded.tolist(), self.cu_seqlens.diff().tolist()
+        return [range(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+
+
+def _object(values: dict[str, Any], *bases: type) -> Any:
+    return make_dataclass("Given", list(values), bases=bases)(**values)
 
 
 def run_rank(rank: int, folder: str, location: str, name: str, sizes: tuple[int, ...], calls: list[Any]) -> None:
