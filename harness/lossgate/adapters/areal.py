@@ -21,9 +21,10 @@ _ABSENT = (
 entry = entry_of("areal")
 functional = load("areal", "areal.utils.functional", bare=_BARE, absent=_ABSENT)
 sft_engine = load("areal", "areal.trainer.sft.lm_engine", bare=_BARE, absent=_ABSENT)
+rw_engine = load("areal", "areal.trainer.rw.rw_engine", bare=_BARE, absent=_ABSENT)
 dpo_engine = load("areal", "areal.trainer.dpo.dpo_engine", bare=_BARE, absent=_ABSENT)
 silent = SimpleNamespace(denominator=lambda **named: None, stat=lambda **named: None)
-sft_engine.stats_tracker = dpo_engine.stats_tracker = silent
+sft_engine.stats_tracker = rw_engine.stats_tracker = dpo_engine.stats_tracker = silent
 sft_engine.get_batch_size = lambda *given: 0
 
 _PG = {"reference_policy_kl_penalty": 0.0, "ratio_clip_min": ANY, "ratio_clip_max": ANY, "samples": NO_SAMPLES}
@@ -93,6 +94,11 @@ def dpo_of_pairs(x, o, mesh):
 @entry("dpo", "logprobs", **_PAIRS, supports=_DPO | {"preference_average_log_probs": True, "loss_type": "ipo"})
 def ipo_of_pairs(x, o, mesh):
     return _pairs(x, o, "ipo")
+
+
+@entry("preference", "rewards", counts="own", untrained="never", supports={"samples": NO_SAMPLES})
+def reward_pairs(x, o, mesh):
+    return rw_engine.compute_rw_loss(x.rewards, {"cu_seqlens": torch.arange(len(x.rewards) + 1)})
 
 
 @entry(

@@ -4,14 +4,16 @@
 # pyright: reportMissingParameterType=false
 
 from lossgate.adapters.support import entry_of, ignoring, load, mean, rounds
+from lossgate.declaration.supports import ANY
 
 entry = entry_of("cut_cross_entropy")
 compiled = load("cut_cross_entropy", "cut_cross_entropy.torch_compile")
 
 
-@entry("nll", "hidden", **rounds("logits", "dlogits"))
+@entry("nll", "hidden", **rounds("logits", "dlogits"), supports={"softcap": ANY})
 def torch_compile(x, o, mesh):
-    return mean(x, compiled.torch_compile_linear_cross_entropy(x.hidden, x.weight, ignoring(x), reduction="sum"))
+    given = x.hidden, x.weight, ignoring(x)
+    return mean(x, compiled.torch_compile_linear_cross_entropy(*given, softcap=o.softcap, reduction="sum"))
 
 
 @entry("nll", "hidden", **rounds("logits", "dlogits"), counts="own", untrained="nan")

@@ -8,24 +8,35 @@ from types import SimpleNamespace
 import torch.distributed
 import torch.nn.functional as F
 
-from lossgate.adapters.support import IGNORED, UPCASTS, entry_of, ignoring, load, mean
+from lossgate.adapters.support import BOTH, IGNORED, UPCASTS, entry_of, ignoring, load, mean
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.precision import Precision
 from lossgate.declaration.supports import ANY
 
 entry = entry_of("deepspeed")
 parallel = load("deepspeed", "deepspeed.sequence.cross_entropy")
+linear = load("deepspeed", "deepspeed.sequence.linear_cross_entropy")
+operations = load("deepspeed", "deepspeed.sequence.vocab_parallel_ops")
+chunked = load("deepspeed", "deepspeed.runtime.chunked_cross_entropy")
+distilled = load("deepspeed", "deepspeed.runtime.rollout.opsd")
 tiled = load("deepspeed", "deepspeed.runtime.sequence_parallel.ulysses_sp", "TiledFusedLogitsLoss")
-parallel.dist = parallel.pg_utils.dist = torch.distributed  # deepspeed.comm would have to be started
+for module in (parallel, parallel.pg_utils, linear, operations):
+    module.dist = torch.distributed  # deepspeed.comm would have to be started
 
-_PARALLEL = {"axes": ("dp", "cp", "tp"), "supports": {"vocab_split": ("balanced", "even")}}
+_SPLIT = {"vocab_split": ("balanced", "even")}
+_PARALLEL = {"axes": ("dp", "cp", "tp"), "supports": _SPLIT}
+_TEMPERED_ALONE = {"temperature": ANY}
+_TEMPERED = _SPLIT | _TEMPERED_ALONE
 _SHARDS = 4
 
 
-def _losses(x, labels, mesh, reduction):
+def _shard(x, mesh):
     bounds = {"vocab_start_index": x.vocab_start, "vocab_end_index": x.vocab_end}
-    given = {"tp_group": mesh.get_group("tp"), "reduction": reduction}
-    return parallel.vocab_parallel_cross_entropy(x.logits, labels, **given, **bounds)
+    return bounds | {"tp_group": mesh.get_group("tp")}
+
+
+def _losses(x, labels, mesh, reduction):
+    return parallel.vocab_parallel_cross_entropy(x.logits, labels, reduction=reduction, **_shard(x, mesh))
 
 
 @entry("nll", "logits", **UPCASTS, **_PARALLEL)
@@ -41,6 +52,46 @@ def vocab_parallel_cross_entropy_mean(x, o, mesh):
 @entry("token_logprobs", "logits", **UPCASTS, **_PARALLEL, differentiable=("logprobs",))
 def vocab_parallel_logprobs(x, o, mesh):
     return Outputs(logprobs=-_losses(x, x.labels, mesh, "none"))
+
+
+@entry("token_logprobs", "logits", **UPCASTS, **_PARALLEL | {"supports": _TEMPERED}, **BOTH)
+def vocab_parallel_logprobs_and_entropy(x, o, mesh):
+    logits = x.logits / o.temperature
+    logprobs = operations.vocab_parallel_logprobs(logits, x.labels, **_shard(x, mesh))
+    return Outputs(logprobs=logprobs, token_entropy=operations.vocab_parallel_entropy(logits, mesh.get_group("tp")))
+
+
+def _kl(x, o, mesh, reverse):
+    logits = x.logits / o.temperature, x.teacher_logits / o.temperature
+    return mean(x, operations.vocab_parallel_kl_div(*logits, reverse, mesh.get_group("tp")))
+
+
+@entry("divergence", "logits", **_PARALLEL | {"supports": _TEMPERED})
+def vocab_parallel_forward_kl(x, o, mesh):
+    return _kl(x, o, mesh, False)
+
+
+@entry("divergence", "logits", **_PARALLEL | {"supports": _TEMPERED | {"divergence_type": "reverse"}})
+def vocab_parallel_reverse_kl(x, o, mesh):
+    return _kl(x, o, mesh, True)
+
+
+@entry("divergence", "logits", minus_inf="never", supports=_TEMPERED_ALONE | {"divergence_type": "jsd", "beta": ANY})
+def generalized_jsd(x, o, mesh):
+    given = x.logits[None], x.teacher_logits[None], x.mask[None], o.beta, o.temperature
+    return distilled.generalized_jsd_loss(*given).loss_sum / x.valid_tokens.clamp(min=1)
+
+
+@entry("nll", "logits", **UPCASTS, axes=("dp", "cp"))
+def chunked_cross_entropy(x, o, mesh):
+    return mean(x, chunked.chunked_cross_entropy(x.logits, ignoring(x), reduction="sum", block_rows=16))
+
+
+@entry("nll", "hidden", **_PARALLEL | {"supports": _SPLIT | {"bias": ANY}}, tiles={"token": 16})
+def vocab_parallel_linear_cross_entropy(x, o, mesh):
+    given = {"bias": x.bias, "reduction": "sum", "chunk_size": 16}
+    total = linear.vocab_parallel_linear_cross_entropy(x.hidden, x.weight, ignoring(x), **given, **_shard(x, mesh))
+    return mean(x, total)
 
 
 _TILED = {"precision": Precision(grads_in_forward=True), "supports": {"bias": ANY}}
