@@ -67,8 +67,8 @@ def weights_of_calls(
                 _weight(plain[number], numbers[number], own[read[0]], batch.fields[read[0]])
                 for own, numbers in with_own
             ]
-        else:  # a loss that is 0 anyway, as of a single id, depends on no count
-            found[output] = [1.0 if bool(own["valid_tokens"]) else LEFT_OUT for own, _ in with_own]
+        else:
+            found[output] = [_weight_of_zero(own, batch.fields) for own, _ in with_own]
     if candidate.conventions.untrained == "zero":  # it may be added, so that a NaN shows
         return {output: [weight or 1.0 for weight in weights] for output, weights in found.items()}
     return found
@@ -81,6 +81,15 @@ def _weight(plain: Tensor, with_own: Tensor, own: Tensor, given: Tensor) -> floa
     if float(plain) and bool(torch.isfinite(plain / with_own)):
         return float(plain / with_own)
     return float(own / given)
+
+
+def _weight_of_zero(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> float:
+    """Returns the factor if the loss is 0 whatever its count, as of a single id, or of a student
+    that is its own teacher. What is left is rounding, which has the size of the rank's share: of
+    the smaller one, since nothing says which count the kernel divides by.
+    """
+    shares = [float(own[name] / given[name]) for name in ("valid_tokens", "valid_sequences") if name in own]
+    return min(shares) if bool(own["valid_tokens"]) else LEFT_OUT
 
 
 def _with_own(

@@ -15,6 +15,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from lossgate import Candidate, Conventions, Layout, UsageError, candidate, strategies
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
+from lossgate.cases.own_counts import weights_of_calls
 from lossgate.cases.placement import PlacedProblem, sample_problems
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.advice import remedy_of
@@ -24,6 +25,7 @@ from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES
+from lossgate.specs.outputs import LOSS
 from lossgate.specs.sharding_goals import NOTHING_ON_A_RANK
 from lossgate.worlds.base import World
 
@@ -299,3 +301,17 @@ def test_advice_takes_no_convention_that_cannot_be_tried(make_world: MakeWorld) 
     advice = [remedy_of(cell, case, world) for case in cases if case.findings]
     assert advice
     assert all("divide by the counts that are given" in words for words in advice)
+
+
+def test_a_loss_of_0_has_the_rounding_of_each_share() -> None:
+    """The rounding of a rank with few tokens counts little, whatever it divides by."""
+    of_own = candidate(
+        "divergence", head="logits", axes=("dp",), conventions=Conventions(counts="own", untrained="nan")
+    )
+    kernel = of_own(by_own_counts)
+    (drawn,) = sample_problems(kernel, Layout.parse("dp=3"), "float32", 1, 3)
+    sizes = {"lengths": (9, 1, 0), "masks": ("all",) * 3, "vocab": 7, "forced_labels": (), "outliers": ()}
+    problem = replace(drawn, **sizes, scenario={"teacher": "equal"})
+    bound = BoundProblem(kernel.spec, problem)
+    (weights,) = weights_of_calls(kernel, bound, PlacedProblem(bound, problem).batch, [LOSS]).values()
+    assert sorted(weights) == pytest.approx([0.0, 0.1, 0.9])
