@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
+from textwrap import wrap
 
 from lossgate.adapters import LIBRARIES, Library
 from lossgate.engine.cell_record import CellRecord, Outcome
@@ -94,6 +95,15 @@ def _verdicts(cells: dict[str, list[CellRecord]], made_with: str) -> Iterator[st
         for entry, of_entry in own.items():
             yield _row(entry, calls[entry], of_entry)
         yield from _not_given(own)
+        yield ""
+        yield from wrap(not_judged(library), 100, break_on_hyphens=False, break_long_words=False)
+
+
+def not_judged(library: Library) -> str:
+    """Returns which losses of a library no entry point calls, and why, as its adapter says it."""
+    text = (_ADAPTERS / f"{library.name}.py").read_text(encoding="utf-8")
+    *_, last = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")
+    return last.replace("\n", " ")
 
 
 def calls_of(library: Library) -> dict[str, list[str]]:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``benchmarks/conformance.py`` writes what findings and evidence say, below what people wrote."""
 
+import re
+import subprocess
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import conformance
@@ -51,6 +54,21 @@ def test_what_an_entry_point_calls_is_read_from_its_adapter(library: Library) ->
     for entry, calls in conformance.calls_of(library).items():
         assert calls, entry
         assert all(call.startswith(f"{library.module}.") for call in calls), calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES.values(), ids=[*LIBRARIES])
+def test_what_is_not_judged_is_in_the_library(library: Library) -> None:
+    """A name that a release has no more would stand there for ever."""
+    said = conformance.not_judged(library)
+    assert said.startswith("Not judged: ")
+    spec = PathFinder.find_spec(library.module)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{library.package} is not installed")
+    root = next(iter(spec.submodule_search_locations))
+    for name in re.findall(r"`([^`]+)`", said):
+        found = subprocess.run(["grep", "-rqw", "--include=*.py", name, root], check=False)
+        assert found.returncode == 0, name
 
 
 def test_a_verdict_that_is_not_one_everywhere_has_its_places(page: str) -> None:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AReaL's losses. They get packed sequences, and divide by their own counts."""
+"""AReaL's losses. They get packed sequences, and divide by their own counts.
+
+Not judged: `sapo_loss_fn`, `m2_threshold`, `importance_sampling_level`, and `loss_fn_type` of the
+critic, which no spec has.
+"""
 
 # pyright: reportMissingParameterType=false
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut Cross-Entropy, as it is for torch.compile. Its Triton kernels need a GPU and bfloat16."""
+"""Cut Cross-Entropy, as it is for torch.compile. Its Triton kernels need a GPU and bfloat16.
+
+Not judged: `linear_cross_entropy` with its default `impl`, and `filter_eps`, whose Triton kernels
+need a GPU; `shift`, which has no adapter yet.
+"""
 
 # pyright: reportMissingParameterType=false
 

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liger's losses: Triton kernels, which write to their inputs, and chunked losses in torch."""
+"""Liger's losses: Triton kernels, which write to their inputs, and chunked losses in torch.
+
+Not judged: `LigerFusedLinearORPOLoss`, its CPO, SimPO, KTO and cosine siblings, `LigerTVDLoss`,
+DPO's `hinge`, `robust` and others, and GRPO's `sapo`, `vespo` and `luspo`, which no spec has;
+`softcap`, which needs a GPU; GRPO's `grpo`, `bnpo` and `dr_grpo`, `LigerKLDIVLoss` and
+`LigerVocabParallelCrossEntropy`, which have no adapter yet.
+"""
 
 # pyright: reportMissingParameterType=false
 

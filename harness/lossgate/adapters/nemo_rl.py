@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's losses. They get dictionaries of rows, and multiply by the mask."""
+"""NeMo-RL's losses. They get dictionaries of rows, and multiply by the mask.
+
+Not judged: `CrossTokenizerDistillationLossFn`, which no spec has; `DistillationLossFn`,
+`DraftCrossEntropyLossFn`, `from_parallel_hidden_states_to_logprobs` and
+`DistributedLogprobWithSampling`, which have no adapter yet.
+"""
 
 # pyright: reportMissingParameterType=false
 

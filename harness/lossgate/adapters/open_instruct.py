@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""open-instruct's losses, put together as its trainer does."""
+"""open-instruct's losses, put together as its trainer does.
+
+Not judged: `simpo_loss`, `wpo_loss`, and `label_smoothing` and `reference_free` of `dpo_loss`,
+which no spec has; `dpo_norm`, `log_softmax_and_gather` and `entropy_from_logits`, which have no
+adapter yet.
+"""
 
 # pyright: reportMissingParameterType=false
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF's losses. They multiply by the mask, and divide by their own counts if given none."""
+"""OpenRLHF's losses. They multiply by the mask, and divide by their own counts if given none.
+
+Not judged: `label_smoothing` of `DPOLoss`, `margin` of `PairWiseLoss`, the gates `binary_kl` and
+`tv` of `PolicyLoss`, and means over sequences in `SFTLoss` and `ValueLoss`, which no spec has;
+`is_correction_level` and `compute_approx_kl`, which have no adapter yet.
+"""
 
 # pyright: reportMissingParameterType=false
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cross-entropies of PyTorch."""
+"""The cross-entropies of PyTorch.
+
+Not judged: class weights (`weight`) and probabilities as targets of `cross_entropy`, which no spec
+has; `label_smoothing` of `linear_cross_entropy`, and `mse_loss` as a value loss, which have no
+adapter yet.
+"""
 
 # pyright: reportMissingParameterType=false
 

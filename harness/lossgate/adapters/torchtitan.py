@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan's cross-entropies."""
+"""torchtitan's cross-entropies.
+
+Not judged: `ChunkedLossWrapper` and `MTPLoss`, which take modules or outputs of a model;
+`DAPOLoss`, `GRPOLoss` and `compute_logprobs`, which have no adapter yet.
+"""
 
 # pyright: reportMissingParameterType=false
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtune's losses, without torchao, which its package asks for and no loss does."""
+"""torchtune's losses, without torchao, which its package asks for and no loss does.
+
+Not judged: `RSOLoss`, `SymmetricKLLoss` and `label_smoothing` of `DPOLoss`, which no spec has; the
+value term of `PPOLoss` (`value_coeff`) and `get_batch_log_probs`, which have no adapter yet.
+"""
 
 # pyright: reportMissingParameterType=false
 

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's losses. Those of trainers are methods, which get what they read of their trainer."""
+"""TRL's losses. Those of trainers are methods, which get what they read of their trainer.
+
+Not judged: DPO's `hinge`, `robust`, `apo_zero` and others, GRPO's `sapo`, `vespo` and `luspo`,
+SFT's `dft`, and `KTOTrainer`, `CPOTrainer`, `ORPOTrainer`, `RLOOTrainer` and `GMPOTrainer`, which
+no spec has; `DistillationTrainer`, `RewardTrainer`, GRPO's `delta` and
+`selective_log_softmax_and_entropy`, which have no adapter yet.
+"""
 
 # pyright: reportMissingParameterType=false
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""unsloth_zoo's losses, as they are without torch.compile."""
+"""unsloth_zoo's losses, as they are without torch.compile.
+
+Not judged: `sapo`, `vespo` and `luspo` of `grpo_compute_loss`, which no spec has;
+`fused_linear_cross_entropy`, which is cut-cross-entropy's and needs a GPU; `grpo_compute_loss` with
+other types, and `chunked_hidden_states_selective_log_softmax`, which have no adapter yet.
+"""
 
 # pyright: reportMissingParameterType=false
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's losses. They divide by the counts that their config holds, or by their own."""
+"""verl's losses. They divide by the counts that their config holds, or by their own.
+
+Not judged: `sapo`, `geo_mean`, `clip_cov`, `kl_cov`, `dppo_tv`, `dppo_kl` and `dro`, which no spec
+has; the Triton `linear_cross_entropy`, which needs a GPU; `sft_loss`, `kl_penalty`,
+`compute_forward_kl_topk` and `vocab_parallel_log_probs_from_logits`, which have no adapter yet.
+"""
 
 # pyright: reportMissingParameterType=false
 
@@ -11,7 +16,6 @@ from lossgate.adapters.support import (
     ONE_EACH,
     TIS,
     clamped_at,
-    current_group,
     entry_of,
     load,
     rounds,
@@ -20,16 +24,14 @@ from lossgate.adapters.support import (
 from lossgate.declaration.candidate import Outputs
 from lossgate.declaration.supports import ANY
 
-_BARE = "verl verl.utils verl.trainer verl.trainer.ppo verl.utils.megatron verl.utils.experimental"
+_BARE = "verl verl.utils verl.trainer verl.trainer.ppo verl.utils.experimental"
 _ABSENT = "omegaconf tensordict ray verl.trainer.config verl.workers.config verl.utils.import_utils"
 
 entry = entry_of("verl")
 algorithms = load("verl", "verl.trainer.ppo.core_algos", bare=_BARE, absent=_ABSENT)
 torch_functional = load("verl", "verl.utils.torch_functional", bare=_BARE, absent=_ABSENT)
-parallel = load("verl", "verl.utils.megatron.tensor_parallel", bare=_BARE)
 correction = load("verl", "verl.trainer.ppo.rollout_corr_helper", bare=_BARE, absent=f"{_ABSENT} verl.protocol")
 fused = load("verl", "verl.utils.experimental.torch_functional", "FusedLinearForPPO", bare=_BARE)
-parallel.mpu.get_tensor_model_parallel_group = current_group("tp")
 
 _PG = {"reference_policy_kl_penalty": 0.0, "ratio_clip_min": ANY, "ratio_clip_max": ANY, "samples": NO_SAMPLES}
 _CLAMPED = _PG | clamped_at(20)

@@ -310,7 +310,14 @@ def test_a_loss_of_0_has_the_rounding_of_each_share() -> None:
     )
     kernel = of_own(by_own_counts)
     (drawn,) = sample_problems(kernel, Layout.parse("dp=2"), "float32", 1, 3)
-    sizes = {"lengths": (10, 2), "masks": ("all",) * 2, "vocab": 7, "group_size": 1, "forced_labels": (), "outliers": ()}
+    sizes = {
+        "lengths": (10, 2),
+        "masks": ("all",) * 2,
+        "vocab": 7,
+        "group_size": 1,
+        "forced_labels": (),
+        "outliers": (),
+    }
     problem = replace(drawn, **sizes, scenario={"teacher": "equal"})
     bound = BoundProblem(kernel.spec, problem)
     (weights,) = weights_of_calls(kernel, bound, PlacedProblem(bound, problem).batch, [LOSS]).values()
