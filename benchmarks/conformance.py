@@ -133,7 +133,7 @@ def calls_of(library: Library) -> dict[str, list[str]]:
                 first, dot, rest = ast.unparse(call.func).partition(".")
                 if first in loaded:
                     yield f"{loaded[first]}{dot}{rest}"
-                elif first in functions:
+                elif first in functions and not dot:
                     yield from found_in(functions[first])
 
     return {entry: [*dict.fromkeys(found_in(functions[entry.partition(".")[2]]))] for entry in library.entry_points}

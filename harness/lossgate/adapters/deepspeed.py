@@ -2,7 +2,9 @@
 """DeepSpeed's losses: vocabulary-parallel ones, and tiles of any loss of an lm-head.
 
 Not judged: `teacher_top_k` and `pointwise_clip` of `generalized_jsd_loss`, which no spec has; the
-backends `liger` and `triton`, which need a GPU; `FPDT_LogitsLoss`, which has no adapter yet.
+backends `liger` and `triton`, which need a GPU; `FPDT_LogitsLoss`, which has no adapter yet;
+`vocab_parallel_linear_cross_entropy`, whose backward computes the logits again in blocks of another
+shape, and no declaration of rounding says so.
 """
 
 # pyright: reportMissingParameterType=false
@@ -19,18 +21,16 @@ from lossgate.declaration.supports import ANY
 
 entry = entry_of("deepspeed")
 parallel = load("deepspeed", "deepspeed.sequence.cross_entropy")
-linear = load("deepspeed", "deepspeed.sequence.linear_cross_entropy")
 operations = load("deepspeed", "deepspeed.sequence.vocab_parallel_ops")
 chunked = load("deepspeed", "deepspeed.runtime.chunked_cross_entropy")
 distilled = load("deepspeed", "deepspeed.runtime.rollout.opsd")
 tiled = load("deepspeed", "deepspeed.runtime.sequence_parallel.ulysses_sp", "TiledFusedLogitsLoss")
-for module in (parallel, parallel.pg_utils, linear, operations):
+for module in (parallel, parallel.pg_utils, operations):
     module.dist = torch.distributed  # deepspeed.comm would have to be started
 
 _SPLIT = {"vocab_split": ("balanced", "even")}
 _PARALLEL = {"axes": ("dp", "cp", "tp"), "supports": _SPLIT}
-_TEMPERED_ALONE = {"temperature": ANY}
-_TEMPERED = _SPLIT | _TEMPERED_ALONE
+_TEMPERED = _SPLIT | {"temperature": ANY}
 _SHARDS = 4
 
 
@@ -58,7 +58,7 @@ def vocab_parallel_logprobs(x, o, mesh):
     return Outputs(logprobs=-_losses(x, x.labels, mesh, "none"))
 
 
-@entry("token_logprobs", "logits", **UPCASTS, **_PARALLEL | {"supports": _TEMPERED}, **BOTH)
+@entry("token_logprobs", "logits", **_PARALLEL | {"supports": _TEMPERED}, **BOTH)
 def vocab_parallel_logprobs_and_entropy(x, o, mesh):
     logits = x.logits / o.temperature
     logprobs = operations.vocab_parallel_logprobs(logits, x.labels, **_shard(x, mesh))
@@ -80,7 +80,7 @@ def vocab_parallel_reverse_kl(x, o, mesh):
     return _kl(x, o, mesh, True)
 
 
-@entry("divergence", "logits", minus_inf="never", supports=_TEMPERED_ALONE | {"divergence_type": "jsd", "beta": ANY})
+@entry("divergence", "logits", minus_inf="never", supports={"temperature": ANY, "divergence_type": "jsd", "beta": ANY})
 def generalized_jsd(x, o, mesh):
     given = x.logits[None], x.teacher_logits[None], x.mask[None], o.beta, o.temperature
     return distilled.generalized_jsd_loss(*given).loss_sum / x.valid_tokens.clamp(min=1)
@@ -89,13 +89,6 @@ def generalized_jsd(x, o, mesh):
 @entry("nll", "logits", **UPCASTS, axes=("dp", "cp"))
 def chunked_cross_entropy(x, o, mesh):
     return mean(x, chunked.chunked_cross_entropy(x.logits, ignoring(x), reduction="sum", block_rows=16))
-
-
-@entry("nll", "hidden", **_PARALLEL | {"supports": _SPLIT | {"bias": ANY}}, tiles={"token": 16})
-def vocab_parallel_linear_cross_entropy(x, o, mesh):
-    given = {"bias": x.bias, "reduction": "sum", "chunk_size": 16}
-    total = linear.vocab_parallel_linear_cross_entropy(x.hidden, x.weight, ignoring(x), **given, **_shard(x, mesh))
-    return mean(x, total)
 
 
 _TILED = {"precision": Precision(grads_in_forward=True), "supports": {"bias": ANY}}
