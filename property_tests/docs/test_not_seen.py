@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """adequacy.md says what the judge does not see, and what it wrongly rejects."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -109,8 +110,10 @@ def test_a_loss_in_bfloat16_may_need_more_problems() -> None:
     kernel = KERNELS["divergence_logits_by_torch_low"]
     few, more = (run_cell(Cell(kernel, Layout(), "bfloat16"), Settings(shrink_calls=0, examples=n)) for n in (10, 40))
     assert few.verdict is Verdict.INCONCLUSIVE
-    assert len(few.cases) == 47
-    assert "in 16 of 47 problems" in few.reasons[0]
+    silent = re.search(r"in (\d+) of (\d+) problems rounding explains", few.reasons[0])
+    assert silent
+    assert 40 <= int(silent[2]) <= 60
+    assert 1 / 4 < int(silent[1]) / int(silent[2]) < 1 / 2
     assert "raise --examples to about" in few.reasons[0]
     assert more.verdict is Verdict.AGREE
 
