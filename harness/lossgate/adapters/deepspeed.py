@@ -2,9 +2,10 @@
 """DeepSpeed's losses: vocabulary-parallel ones, and tiles of any loss of an lm-head.
 
 Not judged: `teacher_top_k` and `pointwise_clip` of `generalized_jsd_loss`, which no spec has; the
-backends `liger` and `triton`, which need a GPU; `FPDT_LogitsLoss`, which has no adapter yet;
+backends `liger` and `triton`, which refuse CPU tensors; `FPDT_LogitsLoss`, `ChunkedCausalLMLoss`,
+`VocabParallelCausalLMLoss` and `vocab_sequence_parallel_cross_entropy`, which have no adapter yet;
 `vocab_parallel_linear_cross_entropy`, whose backward computes the logits again in blocks of another
-shape, and no declaration of rounding says so.
+shape: lossgate cannot yet tell its rounding from a mistake.
 """
 
 # pyright: reportMissingParameterType=false

@@ -2,8 +2,9 @@
 """TRL's losses. Those of trainers are methods, which get what they read of their trainer.
 
 Not judged: DPO's `hinge`, `robust`, `apo_zero` and others, GRPO's `sapo`, `vespo` and `luspo`,
-SFT's `dft`, and `KTOTrainer`, `CPOTrainer`, `ORPOTrainer`, `RLOOTrainer` and `GMPOTrainer`, which
-no spec has; `DistillationTrainer`, `RewardTrainer`, GRPO's `delta` and
+SFT's `dft`, `ld_alpha`, `use_weighting`, `off_policy_mask_threshold`, `top_entropy_quantile`,
+`use_bias_correction_kl`, and `KTOTrainer`, `CPOTrainer`, `ORPOTrainer`, `RLOOTrainer` and
+`GMPOTrainer`, which no spec has; `DistillationTrainer`, `RewardTrainer`, GRPO's `delta` and
 `selective_log_softmax_and_entropy`, which have no adapter yet.
 """
 

@@ -33,6 +33,8 @@ class Severity(StrEnum):
     """A loss or gradient is NaN or infinite, where it is defined."""
     CRASH = "crash"
     """A call raises an error, or ranks wait for each other."""
+    PRECISION = "low precision"
+    """A number is rounded to a coarser format than its dtype, and nothing says so."""
     METRIC = "wrong metric"
     """A metric is wrong. The loss and its gradients are right."""
     CONVENTION = "convention"
@@ -178,7 +180,7 @@ def _found(
     )
 
 
-_WRONG, _NAN, _CRASH, _METRIC, _CONVENTION = Severity
+_WRONG, _NAN, _CRASH, _PRECISION, _METRIC, _CONVENTION = Severity
 _LIGER_LOGITS = "cross_entropy cross_entropy_mean smoothed_cross_entropy cross_entropy_with_z_loss"
 _LIGER_LINEAR = (
     "fused_linear_cross_entropy fused_linear_cross_entropy_mean fused_linear_smoothed fused_linear_with_z_loss"
@@ -199,10 +201,10 @@ FINDINGS = {
             "cross_entropy_mean",
             upstream="https://github.com/pytorch/pytorch/issues/70348",
         ),
-        _found("torch-chunked-loss", _WRONG, "agreement", versions=_SINCE_2_13),
-        _found("torch-chunked-gradients", _WRONG, "agreement", versions=_SINCE_2_13),
+        _found("torch-chunked-loss", _PRECISION, "agreement", versions=_SINCE_2_13),
+        _found("torch-chunked-gradients", _PRECISION, "agreement", versions=_SINCE_2_13),
         _found("torch-empty-shard", _CRASH, "agreement"),
-        _found("torch-confident-label", _WRONG, "agreement"),
+        _found("torch-confident-label", _PRECISION, "agreement"),
         _found("liger-stride", _WRONG, "strided-inputs", _LIGER_LOGITS, upstream=f"{_LIGER}pull/1251"),
         _found("liger-frozen-hidden", _WRONG, "frozen-inputs", _LIGER_LINEAR),
         _found("liger-second-backward", _CONVENTION, "second-backward"),
@@ -217,9 +219,9 @@ FINDINGS = {
         _found("liger-collective-per-chunk", _CRASH, "agreement"),
         _found("liger-writes-logits", _CONVENTION, "inputs-kept", upstream=f"{_LIGER}issues/343"),
         _found("liger-dpo-nothing-chosen", _NAN, "agreement", "chunked_dpo"),
-        _found("deepspeed-upstream", _WRONG, "agreement", "tiled_sum"),
+        _found("deepspeed-upstream", _WRONG, "agreement", "tiled_sum tiled_mean"),
         _found("deepspeed-empty-tile", _CONVENTION, "agreement", "tiled_mean"),
-        _found("megatron-fused-bfloat16", _WRONG, "agreement", "fused_vocab_parallel_cross_entropy"),
+        _found("megatron-fused-bfloat16", _PRECISION, "agreement", "fused_vocab_parallel_cross_entropy"),
         _found(
             "megatron-smoothing-underflow",
             _NAN,

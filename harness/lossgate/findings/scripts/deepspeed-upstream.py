@@ -2,9 +2,9 @@
 """The tiled loss scales the gradient of hidden by the upstream gradient, and the weight's not.
 
 Cause: deepspeed/runtime/sequence_parallel/ulysses_sp.py
-    x_grad *= grads[0]
+    torch.autograd.backward(output, incoming_grad)
 
-The weight's gradient was added up in forward, for an upstream gradient of 1.
+That is in forward, for an upstream gradient of 1. Backward multiplies the gradient of hidden alone.
 """
 
 import torch

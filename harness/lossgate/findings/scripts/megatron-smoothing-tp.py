@@ -5,6 +5,7 @@ Cause: megatron/core/tensor_parallel/cross_entropy.py
     vocab_size = exp_logits.size(-1)
 
 That is the size of the part, and the mean over it is not reduced, so ranks return different losses.
+Nothing in megatron-core itself asks for smoothing.
 """
 
 import torch
