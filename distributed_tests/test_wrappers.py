@@ -141,7 +141,7 @@ BUGS = [
         "the reducer sees the first tile alone",
         "DDP",
         "plain",
-        "lm_head.weight: 0.4[0-9]+ times the reference",
+        "lm_head.weight: 0[.][34][0-9]+ times the reference",
     ),  # a mean over noise
     ("the reducer sees the first tile alone", "FSDP NO_SHARD", "plain", "2 collectives, and 1 with the dense head"),
     ("the adapters' gradients are dropped", "DDP", "LoRA", "lm_head.lora_A.default.weight: 0 times the reference"),
@@ -220,10 +220,11 @@ def _no_sync_first(context: RankContext) -> str:
     """Returns with what error torch ends a backward under no_sync before any synchronised one."""
     wrapped = StaticDDP(make_model("plain"), 1)
     batch = make_batch(context.rank, 0)
+    tokens = len(batch.labels)
     try:
         with wrapped.microbatch(last=False):
-            wrapped.backward(compute(wrapped, "dense", batch, 1)[0])
-        wrapped.backward(compute(wrapped, "dense", batch, 1)[0])
+            wrapped.backward(compute(wrapped, "dense", batch, tokens)[0])
+        wrapped.backward(compute(wrapped, "dense", batch, tokens)[0])
     except RuntimeError as error:
         return str(error)
     return ""

@@ -111,7 +111,8 @@ def _step(cell: Cell) -> Step:
     whole = sum(parameter.numel() for parameter in model.parameters())
     wrapped = WRAPPERS[cell.wrapper](model, cell.microbatches)
     before, held = wrapped.weights(), wrapped.held()
-    wrapped.first_iteration(lambda: compute(wrapped, cell.way, make_batch(dist.get_rank(), 0), 1)[0])
+    first = [make_batch(rank, 0) for rank in range(RANKS)]
+    wrapped.first_iteration(lambda: compute(wrapped, cell.way, first[dist.get_rank()], count(first))[0])
     tokens = count([make_batch(r, m, empty=cell.empty) for r in range(RANKS) for m in range(cell.microbatches)])
     numbers: dict[str, Tensor] = {}
     collectives, logits = 0, False

@@ -28,6 +28,7 @@ SHARED = {
     "temperature": "the stage that divides the logits, which is shared by all losses that have it",
     "top_k": "the stage that filters the logits, which is shared by all losses that have it",
     "top_p": "the same",
+    "valid_sequences": "a count by which callers weigh calls, as by valid_tokens; some losses have a field for it",
 }
 """Names of the machinery that every loss shares, which a family happens to use too."""
 
